@@ -1687,11 +1687,11 @@ def test_12_a_byte_order_mark_is_no_text(tmp_path, end):
 def test_12_a_table_with_a_byte_order_mark_keeps_its_first_column(tmp_path):
     """A spreadsheet writes one when a user saves the table of a run."""
     path = tmp_path / "metrics.csv"
-    table = writers.Csv(path, lambda: iter([]))
-    table.write({"step": 1, "loss": 2.0})
+    opened = writers.Writers(["jsonl", "csv"], writers.Part(tmp_path, 0, {}))
+    opened.write({"step": 1, "loss": 2.0})
     path.write_bytes(codecs.BOM_UTF8 + path.read_bytes())
     # A new column rewrites the file.
-    table.write({"step": 2, "loss": 1.0, "more": 3})
+    opened.write({"step": 2, "loss": 1.0, "more": 3})
     assert path.read_text().splitlines() == ["step,loss,more", "1,2.0,", "2,1.0,3"]
 
 
@@ -2504,12 +2504,15 @@ class _RowsMlflow:
             MlflowClient=lambda: self,
             exceptions=types.SimpleNamespace(MlflowException=RuntimeError),
             entities=types.SimpleNamespace(
-                Param=lambda *values: values, Metric=lambda *values: values
+                Param=lambda *values: values,
+                Metric=lambda *values: values,
+                RunTag=lambda *values: values,
             ),
         )
         monkeypatch.setitem(sys.modules, "mlflow", stand_in)
 
-    def log_batch(self, run_id, metrics=(), params=(), synchronous=None):
+    def log_batch(self, run_id, metrics=(), params=(), tags=(), synchronous=None):
+        self.tags |= dict(tags)
         self.values += [
             (step, value) for name, value, _, step in metrics if name == "x"
         ]
@@ -2538,12 +2541,12 @@ class _RowsMlflow:
 @pytest.mark.wing("mlflow")
 def test_39_mlflow_shows_how_the_run_ended(tmp_path, monkeypatch, outcome, wanted):
     service = _RowsMlflow(monkeypatch)
-    part = writers.Part(tmp_path, 0, {}, lambda: iter(()))
-    writers.close(writers.open_all(["mlflow"], part, winged.SERVICES), outcome)
+    part = writers.Part(tmp_path, 0, {})
+    writers.Writers(["mlflow"], part, winged.WINGS).close(outcome)
     assert service.status == wanted
     assert service.tags["xshard.outcome"] == outcome.in_words()
     # A part that is killed tells nothing, so the next one says that it goes on.
-    writers.open_all(["mlflow"], part._replace(step=7), winged.SERVICES)
+    writers.Writers(["mlflow"], part._replace(step=7), winged.WINGS)
     assert service.tags["xshard.outcome"] == "runs, resumed from step 7"
 
 
@@ -2553,15 +2556,11 @@ def test_39_mlflow_gets_the_steps_that_a_roll_back_repeats(tmp_path, monkeypatch
     file = writers.JsonLines(tmp_path / "metrics.jsonl", 0)
 
     def part(step, rows):
-        history = lambda: rows_lib.read(tmp_path / "metrics.jsonl")
-        opened = writers.open_all(
-            ["jsonl", "mlflow"],
-            writers.Part(tmp_path, step, {}, history),
-            winged.SERVICES,
-        )
+        the_part = writers.Part(tmp_path, step, {})
+        opened = writers.Writers(["jsonl", "mlflow"], the_part, winged.WINGS)
         for row in rows:
-            writers.write(opened, row)
-        writers.close(opened, writer.Outcome(writer.ROLLED_BACK))
+            opened.write(row)
+        opened.close(writer.Outcome(writer.ROLLED_BACK))
 
     def train(step, x):
         return {"step": step, "kind": "train", "x": x}
@@ -2603,7 +2602,7 @@ def test_39_wandb_is_told_the_exit_code(tmp_path, monkeypatch):
         Html=lambda content: content,
     )
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
-    part = writers.Part(tmp_path, 0, {}, lambda: iter(()))
+    part = writers.Part(tmp_path, 0, {})
     for outcome, wanted in (
         (writer.Outcome(writer.STOPPED, "SIGTERM", 42), ["preempting", 42]),
         (writer.outcome_of(ValueError("bad")), [1]),
@@ -2611,14 +2610,14 @@ def test_39_wandb_is_told_the_exit_code(tmp_path, monkeypatch):
         (writer.Outcome(writer.ROLLED_BACK), [0]),
         (writer.Outcome(writer.DONE, code=0), [0]),
     ):
-        writers.close(writers.open_all(["wandb"], part, winged.SERVICES), outcome)
+        writers.Writers(["wandb"], part, winged.WINGS).close(outcome)
         assert told == wanted and summary["perf/outcome"] == outcome.in_words()
         told.clear()
     # A sample does not replace the number of its name.
-    (opened,) = writers.open_all(["wandb"], part, winged.SERVICES)
+    opened = writers.Writers(["wandb"], part, winged.WINGS)
     opened.write({"step": 1, "kind": "train", "digits": 1.0})
     shown = {"digits": {"kind": "text", "text": "7"}, "other": told}
-    opened.write_samples({"step": 1, "kind": "samples", "samples": shown})
+    opened.write({"step": 1, "kind": "samples", "samples": shown})
     assert told == [{"step": 1, "digits": 1.0}, {"samples/digits": "<pre>7</pre>"}]
 
 
@@ -2627,29 +2626,11 @@ def RowsLacking(part):  # noqa: N802
     return types.SimpleNamespace(write=print, flush=lambda: None)
 
 
-def RowsPlain(part):  # noqa: N802
-    """Opens a writer of a class of its own, which notes what it gets."""
-    told = (part.directory / "told").open("a")
-    note = lambda value: print(value, file=told, flush=True)
-    return types.SimpleNamespace(
-        write=note, write_outcome=note, flush=lambda: None, close=told.close
-    )
-
-
-def test_39_a_writer_of_another_class_works_or_is_refused_by_name(tmp_path):
-    part = writers.Part(tmp_path, 0, {}, lambda: iter(()))
-    opened = writers.open_all(["jsonl", f"{__name__}.RowsPlain"], part)
-    writers.write(opened, {"step": 1, "kind": "train", "loss": 2.0})
-    for each in opened:
-        each.write_samples({})
-        each.write_norms({})
-        each.sync()
-    writers.close(opened, writer.Outcome(writer.DONE))
-    # It gets numbers alone, as before rows had a kind.
-    told = (tmp_path / "told").read_text()
-    assert told.startswith("{'step': 1, 'loss': 2.0}\nOutcome(kind='done'")
-    with pytest.raises(errors.UserError, match="RowsLacking'.* without close: derive"):
-        writers.open_all([f"{__name__}.RowsLacking"], part)
+def test_39_a_writer_of_another_class_is_refused_by_name(tmp_path):
+    part = writers.Part(tmp_path, 0, {})
+    message = "RowsLacking', which opened a SimpleNamespace: derive its class from"
+    with pytest.raises(errors.UserError, match=message):
+        writers.Writers([f"{__name__}.RowsLacking"], part)
 
 
 @pytest.mark.parametrize("fingerprints", [0, 1])

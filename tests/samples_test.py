@@ -9,7 +9,6 @@ import pytest
 
 import xshard
 from xshard import errors, samples
-from xshard.metrics import rows as rows_lib
 from xshard.metrics import writers
 
 
@@ -88,7 +87,7 @@ def test_rows_and_samples_are_merged_in_the_order_of_steps(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     shown = [{"step": step, "samples": {}} for step in (1, 3)]
-    part = writers.Part(
-        tmp_path, 4, {}, lambda: rows_lib.read(path), lambda: iter(shown)
-    )
+    path = tmp_path / "samples.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in shown))
+    part = writers.Part(tmp_path, 4, {})
     assert list(part.everything()) == [rows[0], shown[0], shown[1], rows[1]]

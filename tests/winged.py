@@ -6,12 +6,11 @@ import pytest
 
 from xshard import config as config_lib
 from xshard import loop
-from xshard.metrics import writers
 from xshard.wings import installed
 
 run = functools.partial(loop.run, wings=installed.WINGS)
 Run = functools.partial(loop.Run, wings=installed.WINGS)
-SERVICES = writers.services(installed.WINGS)
+WINGS = installed.WINGS
 
 
 def needing(cases):

@@ -98,15 +98,15 @@ class Wing(Hook):
 
     Attributes:
       name: its name, that of its folder.
-      services: the writers that it brings, by their names in `config.writers`, as
-        `xshard.metrics.writers.Service`.
+      writers: the writers that it brings, by their names in `config.writers`: classes
+        of `xshard.metrics.writer.Writer`, which take a part of a run.
       modes: the modes of `xshard.main` that it brings, by name: functions of the
         config, the work directory, and the keywords `steps`, `watch`, `show` and
         `wings`, which return an exit code.
     """
 
     name: ClassVar[str]
-    services: ClassVar[Mapping[str, Any]] = types.MappingProxyType({})
+    writers: ClassVar[Mapping[str, Any]] = types.MappingProxyType({})
     modes: ClassVar[Mapping[str, Callable[..., int]]] = types.MappingProxyType({})
 
     def __init__(self, run: Any):

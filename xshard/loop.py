@@ -133,8 +133,7 @@ class Run:
         self._wing_names = [wing.name for wing in wings]
         measures = [measure.name for measure in learner.MEASURES]
         config_lib.check_wings(config, [*self._wing_names, *measures])
-        self._services = writers.services(wings)
-        writers.check(config.writers, self._services)
+        writers.check(config.writers, wings)
         self.config = config
         self.clock = clock_lib.Clock()
         self.terminal = terminal_lib.Terminal(config.steps, show)
@@ -273,7 +272,6 @@ class Run:
             batches=self.batches,
             clock=self.clock,
             terminal=self.terminal,
-            services=self._services,
             members=self.members,
             wings=self._wings,
         )

@@ -208,14 +208,6 @@ def text(samples: Mapping[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def is_row(candidate: Mapping[str, Any]) -> bool:
-    """Returns whether a row holds samples rather than metrics."""
-    # Rows of earlier versions have no kind.
-    is_of_samples = candidate.get("kind", _KIND) == _KIND
-    # The file may have been edited by hand.
-    return is_of_samples and isinstance(candidate.get("samples"), dict)
-
-
 def items(row: Mapping[str, Any]) -> dict[str, Item]:
     """Returns the items of a row by name.
 

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import resource
 import types
 
@@ -16,15 +17,16 @@ import pytest
 from tensorboard.backend.event_processing import event_accumulator
 
 from tests import winged
+from xshard.files import claim
 from xshard.metrics import event_files, writers
-from xshard.metrics import rows as rows_lib
+from xshard.metrics import writer as writer_lib
 
 ALL = ("jsonl", "csv", "tensorboard")
+DONE = writer_lib.Outcome(writer_lib.DONE)
 
 
 def open_part(directory, step, names=ALL):
-    history = lambda: rows_lib.read(directory / "metrics.jsonl")
-    return writers.open_all(names, writers.Part(directory, step, {}, history))
+    return writers.Writers(names, writers.Part(directory, step, {}))
 
 
 def write_part(directory, step, rows, names=ALL):
@@ -34,10 +36,8 @@ def write_part(directory, step, rows, names=ALL):
     """
     opened = open_part(directory, step, names)
     for row in rows:
-        for writer in opened:
-            writer.write(row)
-    for writer in opened:
-        writer.close()
+        opened.write(row)
+    opened.close(DONE)
 
 
 def training(step, again=0.0):
@@ -182,14 +182,12 @@ def test_a_reader_that_was_open_before_a_restart_continues(tmp_path):
         opened = open_part(tmp_path, 2)
         reader.Reload()
         assert [event.step for event in reader.Scalars("loss")] == [1, 2]
-        for writer in opened:
-            writer.write(training(3, again=start))
+        opened.write(training(3, again=start))
         reader.Reload()
         result = [(event.step, event.value) for event in reader.Scalars("perf/seconds")]
         assert result == [(1, 1.0), (2, 2.0), (3, 3.0 + start)]
-        for writer in opened:
-            writer.close()
-    assert len(list((tmp_path / "tensorboard").iterdir())) == 2
+        opened.close(DONE)
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 5
 
 
 def test_files_of_others_are_neither_deleted_nor_written_to(tmp_path):
@@ -212,12 +210,10 @@ def test_files_of_others_are_neither_deleted_nor_written_to(tmp_path):
     result = sorted(path.name for path in folder.iterdir())
     assert set(names) < set(result)
     assert "events.out.tfevents.1600000001.host.xshard" in result
-    assert len(result) == len(names) + 1 + 2
+    assert len(result) == len(names) + 1 + 3
 
 
-def test_a_file_is_complete_and_durable_before_old_ones_are_deleted(
-    tmp_path, monkeypatch
-):
+def test_a_file_that_cannot_be_begun_leaves_the_earlier_ones(tmp_path, monkeypatch):
     for _ in range(2):
         write_part(tmp_path, 0, [training(1)])
     folder = tmp_path / "tensorboard"
@@ -226,9 +222,9 @@ def test_a_file_is_complete_and_durable_before_old_ones_are_deleted(
     def fail(descriptor):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(event_files.os, "fsync", fail)
+    monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(
-        ValueError, match="tensorboard could not be written: Input/output error"
+        ValueError, match="tensorboard/.* could not be written: Input/output error"
     ):
         open_part(tmp_path, 1)
     assert before.items() <= contents(folder).items()
@@ -240,7 +236,9 @@ def contents(folder):
 
 
 def test_sync_covers_the_file_and_its_folder_even_after_close(tmp_path, monkeypatch):
-    writer = open_part(tmp_path, 0)[ALL.index("tensorboard")]
+    # The folder may be on another disk than the holder's of the work directory.
+    owner = types.SimpleNamespace(check=lambda: None, replacing=None)
+    writer = event_files.EventFiles(writers.Part(tmp_path, 0, {}, owner))
     writer.write(training(1))
     synced = []
     fsync = os.fsync
@@ -249,17 +247,29 @@ def test_sync_covers_the_file_and_its_folder_even_after_close(tmp_path, monkeypa
         synced.append(os.path.realpath(f"/proc/self/fd/{descriptor}"))
         fsync(descriptor)
 
-    monkeypatch.setattr(event_files.os, "fsync", record_sync)
+    monkeypatch.setattr(os, "fsync", record_sync)
     (file,) = (tmp_path / "tensorboard").iterdir()
     writer.sync()
     writer.close()
     writer.sync()
     assert synced == [str(file), str(file.parent)] * 2
-    file.unlink()
-    with pytest.raises(
-        ValueError, match="tensorboard could not be written: No such file"
-    ):
-        writer.sync()
+
+
+def test_a_row_that_a_killed_process_wrote_to_one_file_alone_is_in_all(tmp_path):
+    write_part(tmp_path, 0, [training(1), training(2)])
+    write_part(tmp_path, 2, [evaluation(2)], ["jsonl"])
+    write_part(tmp_path, 2, [training(3)])
+    result = scalars(tmp_path)
+    assert result["eval/error"] == [(2, 1.0)]
+    assert result["loss"] == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))]
+
+
+def test_the_first_file_of_events_is_whole_or_absent(tmp_path, monkeypatch):
+    write_part(tmp_path, 0, [training(step) for step in range(1, 100)], ["jsonl"])
+    with pytest.raises(ValueError, match="could not be written"), full_disk(3000):
+        event_files.EventFiles(writers.Part(tmp_path, 99, {}))
+    write_part(tmp_path, 99, [])
+    assert [step for step, _ in scalars(tmp_path)["loss"]] == list(range(1, 100))
 
 
 def test_invalid_rows_edited_by_hand_become_no_events(tmp_path):
@@ -310,11 +320,11 @@ def test_writers_that_are_added_later_get_the_earlier_rows(tmp_path):
 
 
 def test_a_table_survives_a_disk_that_reports_it_missing(tmp_path, monkeypatch):
-    table = writers.Csv(tmp_path / "metrics.csv", lambda: iter(()))
-    table.write({"step": 1, "loss": 1.0})
+    opened = open_part(tmp_path, 0, ["jsonl", "csv"])
+    opened.write({"step": 1, "loss": 1.0})
     # A disk on a network may report this for a moment.
     monkeypatch.setattr(pathlib.Path, "exists", lambda self: False)
-    table.write({"step": 2, "loss": 0.5, "error": 2.0})
+    opened.write({"step": 2, "loss": 0.5, "error": 2.0})
     assert [(row["step"], row["error"]) for row in csv_rows(tmp_path)] == [
         ("1", ""),
         ("2", "2.0"),
@@ -376,27 +386,37 @@ def full_disk(size):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_full_disk_ends_the_run_and_corrupts_nothing(tmp_path, name):
+def test_a_full_disk_corrupts_nothing(tmp_path, name, monkeypatch, capfd):
     write_part(tmp_path, 0, [training(step) for step in range(1, 21)])
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     limit = 500 + max(path.stat().st_size for path in files)
     opened = open_part(tmp_path, 20)
+    writer = opened._opened[name]
+    write = writer.write
+
+    def write_to_full_disk(row):
+        with full_disk(limit):
+            write(row)
+
+    monkeypatch.setattr(writer, "write", write_to_full_disk)
     last_step = 20
-    match = (
-        "(metrics|tensorboard).* could not be written: File too large.*the same command"
-    )
-    with pytest.raises(ValueError, match=match):
-        while last_step < 1000:
+    message = "(metrics|tensorboard).* could not be written: File too large"
+    if name == "jsonl":
+        with pytest.raises(ValueError, match=f"{message}.*the same command"):
+            while last_step < 1000:
+                last_step += 1
+                opened.write(training(last_step))
+    else:
+        while not opened._failed:
             last_step += 1
-            for format_name, writer in zip(ALL, opened, strict=True):
-                with (
-                    full_disk(limit)
-                    if format_name == name
-                    else contextlib.nullcontext()
-                ):
-                    writer.write(training(last_step))
-    for writer in opened:
-        writer.close()
+            opened.write(training(last_step))
+        # The others get more rows, and one line says which one does not.
+        opened.write(training(last_step + 1))
+        opened.sync()
+        assert json_rows(tmp_path)[-1] == training(last_step + 1)
+        (line,) = capfd.readouterr().err.splitlines()
+        assert re.match(f"the run goes on without the writer '{name}'.*{message}", line)
+    opened.close(DONE)
     # The next start resumes from an earlier checkpoint.
     assert 22 < last_step < 1000
     write_part(
@@ -418,9 +438,7 @@ def test_a_table_is_replaced_whole_or_not_at_all(tmp_path):
         pytest.raises(ValueError, match=r"metrics\.csv could not be written"),
         full_disk(1000),
     ):
-        writers.Csv(
-            tmp_path / "metrics.csv", lambda: rows_lib.read(tmp_path / "metrics.jsonl")
-        )
+        writers.Csv(writers.Part(tmp_path, 0, {}))
     assert (tmp_path / "metrics.csv").read_bytes() == before
     # A reader that has the table open still reads the old one, which is not
     # overwritten.
@@ -431,33 +449,106 @@ def test_a_table_is_replaced_whole_or_not_at_all(tmp_path):
 
 def test_rows_are_readable_as_soon_as_they_are_written(tmp_path):
     opened = open_part(tmp_path, 0)
-    for writer in opened:
-        writer.write(training(1))
+    opened.write(training(1))
     assert json_rows(tmp_path) == [training(1)] and len(csv_rows(tmp_path)) == 1
     assert scalars(tmp_path)["loss"] == [(1, 1.0)]
-    for writer in opened:
-        writer.close()
+    opened.close(DONE)
 
 
-def Mine(part):  # noqa: N802
-    """Creates a custom writer."""
-    written = part.directory / f"mine_from_{part.step}"
-    append = lambda row: written.write_text(str(row))
-    return types.SimpleNamespace(write=append, flush=lambda: None, close=lambda: None)
+class Noting(writer_lib.Writer):
+    """A custom writer that notes what it is told, and fails where a test says."""
+
+    fails_at = ""
+
+    def __init__(self, part):
+        self.told = []
+        self._closed = part.directory / "closed"
+
+    def _note(self, what):
+        self.told.append(what)
+        if what == self.fails_at:
+            raise RuntimeError(f"no {what}")
+
+    def write(self, row):
+        self._note(f"row {row['step']}")
+
+    def write_outcome(self, outcome):
+        self._note(outcome.kind)
+
+    def flush(self):
+        self._note("flush")
+
+    def sync(self):
+        self._note("sync")
+
+    def close(self):
+        self._closed.touch()
+        self._note("close")
 
 
-def test_a_custom_writer_receives_the_rows(tmp_path):
-    names = ("tests.metrics.writers_test.Mine", "jsonl")
-    writers.check(names)
-    write_part(tmp_path, 3, [training(4)], names)
-    assert (tmp_path / "mine_from_3").read_text() == str(training(4))
-    assert json_rows(tmp_path) == [training(4)]
+NOTING = "tests.metrics.writers_test.Noting"
 
 
-def Noting(part):  # noqa: N802
-    """Creates a custom writer that leaves a file when it is closed."""
-    close = lambda: (part.directory / "closed").touch()
-    return types.SimpleNamespace(write=print, flush=lambda: None, close=close)
+@pytest.mark.parametrize("at", ["", "row 1", "flush", "sync", "row 2", "done", "close"])
+def test_a_custom_writer_that_fails_is_left_out_and_closed(
+    tmp_path, at, monkeypatch, capfd
+):
+    monkeypatch.setattr(Noting, "fails_at", at)
+    writers.check(("jsonl", NOTING))
+    opened = open_part(tmp_path, 0, (NOTING, "jsonl"))
+    opened.write(training(1))
+    opened.flush()
+    opened.sync()
+    opened.write(training(2))
+    opened.close(DONE)
+    told = ["row 1", "flush", "sync", "row 2", "done", "close"]
+    line = ""
+    if at:
+        told = told[: told.index(at) + 1]
+        line = f"the run goes on without the writer '{NOTING}', which failed: "
+        line += f"RuntimeError: no {at}\n"
+        if at != "close":
+            told.append("close")
+    assert opened._opened[NOTING].told == told
+    assert capfd.readouterr().err == line
+    assert json_rows(tmp_path) == [training(1), training(2)]
+
+
+def test_a_writer_of_another_s_directory_ends_the_run(tmp_path, monkeypatch):
+    opened = open_part(tmp_path, 0, (NOTING, "jsonl"))
+
+    def lose(row):
+        raise claim.LostError("taken over")
+
+    for name in (NOTING, "jsonl"):
+        with monkeypatch.context() as patch:
+            patch.setattr(opened._opened[name], "write", lose)
+            with pytest.raises(claim.LostError):
+                opened.write(training(1))
+    opened.write(training(2))
+    assert opened._opened[NOTING].told == ["row 2"]
+
+
+def test_each_kind_of_row_goes_to_its_file_and_to_all_others(tmp_path):
+    norms = {"step": 2, "kind": "norms", "norms": {}}
+    shown = {"step": 2, "kind": "samples", "samples": {}}
+    opened = open_part(tmp_path, 0, (*ALL, NOTING))
+    for row in (training(1), training(2), norms, evaluation(2), shown):
+        opened.write(row)
+    assert opened._opened[NOTING].told == ["row 1"] + 4 * ["row 2"]
+    assert json_rows(tmp_path) == [training(1), training(2), evaluation(2)]
+    assert len(csv_rows(tmp_path)) == 3
+    for row in (norms, shown):
+        content = (tmp_path / f"{row['kind']}.jsonl").read_text()
+        assert json.loads(content) == row
+    part = writers.Part(tmp_path, 2, {})
+    assert [*part.everything()] == [
+        training(1),
+        training(2),
+        norms,
+        evaluation(2),
+        shown,
+    ]
 
 
 def Broken(part):  # noqa: N802
@@ -466,11 +557,7 @@ def Broken(part):  # noqa: N802
 
 
 def test_a_writer_that_cannot_be_opened_closes_those_before_it(tmp_path):
-    names = (
-        "jsonl",
-        "tests.metrics.writers_test.Noting",
-        "tests.metrics.writers_test.Broken",
-    )
+    names = ("jsonl", NOTING, "tests.metrics.writers_test.Broken")
     with pytest.raises(OSError, match="no room"):
         open_part(tmp_path, 0, names)
     assert (tmp_path / "closed").exists()
@@ -500,4 +587,4 @@ def test_a_writer_that_cannot_be_opened_closes_those_before_it(tmp_path):
 def test_invalid_writer_names_are_refused(names, message, monkeypatch):
     monkeypatch.setattr(writers.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=message):
-        writers.check(names, winged.SERVICES)
+        writers.check(names, winged.WINGS)

@@ -1,17 +1,12 @@
 """Event files for TensorBoard: `tensorboard --logdir=WORKDIR`."""
 
-import contextlib
+import itertools
 import math
-import os
-import pathlib
 import re
 import socket
-import stat
 import struct
 import textwrap
 import time
-from collections.abc import Callable, Iterator
-from typing import BinaryIO
 
 import google_crc32c
 from tensorboardX.proto import (
@@ -40,58 +35,67 @@ _LAST_NUMBER = 10**10 - 1
 _OURS = re.compile(_NUMBER.pattern + r".+\.xshard")
 
 
-class EventFiles(writer.Writer):
+class EventFiles(writer.PlainFile):
     """A folder with the rows of a run as event files.
 
     Numbers are scalars, and samples are texts, images and histograms. With several
     groups, tags are 'loss/0', 'loss/1'. The tags of norms of parameters are such as
     'norms/update/mlp/w'.
 
-    Each start of the program writes a new file with all earlier rows, and appends to
-    it. The file begins with a session log (TensorFlow's `SessionLog.START`) at step 0,
-    which makes TensorBoard drop the events of earlier files. The file's name sorts
-    after theirs.
+    Each start of the program begins a new file, whose name sorts after those of earlier
+    ones. It starts with a session log (TensorFlow's `SessionLog.START`) at the step
+    that the run resumes from, which makes TensorBoard drop the events of that step and
+    of later ones from earlier files. The rows of that step follow, since the earlier
+    process may have been killed before it wrote them here. The first file has all
+    earlier rows.
+
+    tensorboardX's `SummaryWriter` is not used: its thread dies on a full disk, and the
+    run would wait for it for ever; `flush` does not write what waits for the thread;
+    and of two starts in a second, the second overwrites the file of the first.
     """
 
-    def __init__(
-        self, directory: pathlib.Path, history: Callable[[], Iterator[rows.Row]]
-    ):
-        """Writes the file, and deletes the files of earlier starts except the last.
-
-        The last one stays until the next start: a TensorBoard that is reading it
-        continues with the new file, but it would not continue from a deleted file.
-
-        Args:
-          directory: the folder, which need not exist.
-          history: returns the earlier rows, of numbers, of norms and of samples.
+    def __init__(self, part: writer.Part):
+        """Begins the file.
 
         Raises:
-          ValueError: if the file cannot be written.
+          ValueError: if it cannot be written.
         """
-        self._path = directory
+        folder = part.directory / "tensorboard"
+        with disk.writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            before = sorted(entry.name for entry in folder.iterdir())
+            super().__init__(folder / _next_name(before), part.claim)
+        first = 0
+        if any(map(_OURS.fullmatch, before)):
+            first = part.step
         # The step of the last row.
-        self._last = 0
-        with disk.writing(directory):
-            directory.mkdir(parents=True, exist_ok=True)
-            before = sorted(entry.name for entry in directory.iterdir())
-            self._file = directory / _next_name(before)
-            self._out = self._begin(history)
-            ours = [name for name in before if _OURS.fullmatch(name)]
-            for name in ours[:-1]:
-                _delete(directory / name)
+        self._last = part.step
+        now = time.time()
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        heads = [
+            event_pb2.Event(wall_time=now, file_version=_VERSION),
+            event_pb2.Event(wall_time=now, step=first, session_log=start),
+        ]
+        rows_since = (row for row in part.everything() if row["step"] >= first)
+        events = itertools.chain(heads, map(_event, rows_since))
+        # The folder may be on another disk than the rest. The file gets its name once
+        # it is whole, since the next start looks for one.
+        temporary = folder / ".events.new"
+        with disk.writing(self._path):
+            # A start that was killed here may have left one; a link must not be
+            # followed.
+            temporary.unlink(missing_ok=True)
+            with temporary.open("xb") as file:
+                file.writelines(map(_record, events))
+                file.flush()
+                disk.sync_open(file.fileno(), temporary)
+            temporary.rename(self._path)
+            disk.sync(folder)
 
     def write(self, row: rows.Row, /) -> None:
-        """Writes a row of numbers, of norms or of samples; what is not finite becomes
-        NaN.
-        """
+        """Writes a row; what is not finite becomes NaN."""
         self._last = row["step"]
-        with disk.writing(self._path):
-            self._out.write(_record(_event(row)))
-            # Rows are rare, so each is flushed and visible at once.
-            self._out.flush()
-
-    write_samples = write
-    write_norms = write
+        self._append(_record(_event(row)))
 
     def write_outcome(self, outcome: writer.Outcome, /) -> None:
         """Writes how the run ended as the text 'perf/outcome', at its last row."""
@@ -101,55 +105,7 @@ class EventFiles(writer.Writer):
         text = {"kind": "text", "text": outcome.in_words()}
         summary = summary_pb2.Summary(value=[_sample(_OUTCOME, text)])
         event = event_pb2.Event(wall_time=time.time(), step=self._last, summary=summary)
-        with disk.writing(self._path):
-            self._out.write(_record(event))
-            self._out.flush()
-
-    def sync(self) -> None:
-        """Syncs the file to disk; may be called from another thread.
-
-        Raises:
-          ValueError: if that fails.
-        """
-        # The file is opened again, since the writing thread may have closed it already.
-        with disk.writing(self._path):
-            disk.sync(self._file)
-            disk.sync(self._path)
-
-    def close(self) -> None:
-        """Closes the file, and ignores rows that cannot be written any more."""
-        with contextlib.suppress(OSError):
-            self._out.close()
-
-    def _begin(self, history: Callable[[], Iterator[rows.Row]]) -> BinaryIO:
-        """Creates the file and returns it, open.
-
-        The file is complete and durable before it gets its name, since the files of
-        earlier starts are deleted then.
-        """
-        temporary = self._path / ".events.new"
-        # A start that was killed here may have left one; a link must not be followed.
-        temporary.unlink(missing_ok=True)
-        out = temporary.open("xb")
-        try:
-            now = time.time()
-            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            out.write(_record(event_pb2.Event(wall_time=now, file_version=_VERSION)))
-            out.write(
-                _record(event_pb2.Event(wall_time=now, step=0, session_log=start))
-            )
-            for row in history():
-                out.write(_record(_event(row)))
-                self._last = row["step"]
-            out.flush()
-            disk.sync_open(out.fileno(), temporary)
-            os.rename(temporary, self._file)
-            disk.sync(self._path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                out.close()
-            raise
-        return out
+        self._append(_record(event))
 
 
 def _next_name(names: list[str]) -> str:
@@ -172,21 +128,15 @@ def _next_name(names: list[str]) -> str:
     return f"{_PREFIX}.{number:010}.{socket.gethostname()}.xshard"
 
 
-def _delete(path: pathlib.Path) -> None:
-    """Deletes a file of an earlier start, unless it is a link or not a regular file."""
-    with contextlib.suppress(OSError):
-        if stat.S_ISREG(path.lstat().st_mode):
-            path.unlink()
-
-
 def _event(row: rows.Row) -> event_pb2.Event:
-    """Converts a row of numbers, of norms or of samples to an event."""
+    """Converts a row of any kind to an event."""
     values = []
-    if samples.is_row(row):
+    kind = rows.kind(row)
+    if kind == rows.SAMPLES:
         for name, item in samples.items(row).items():
             values.append(_sample(name, item))
         row = {"step": row["step"]}
-    if norms.is_row(row):
+    if kind == rows.NORMS:
         row = norms.by_name(row)
     for name, value in rows.flat(row).items():
         is_shown = value is None or isinstance(value, bool) or jsonfile.is_number(value)

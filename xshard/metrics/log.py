@@ -4,9 +4,8 @@ the terminal.
 
 import contextlib
 import dataclasses
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,6 +29,8 @@ from xshard.pod import members as members_lib
 from xshard.training import step as step_lib
 
 Row = rows_lib.Row
+# The last of some steps, their metrics, and the norms of each learner.
+_Fetched = tuple[int, dict[str, jax.Array], dict[str, learner_state.ArrayNorms]]
 _ROLLED_BACK = writer_lib.Outcome(writer_lib.ROLLED_BACK)
 _COSTS = (clock_lib.START, clock_lib.DATA, clock_lib.CHECKPOINT, clock_lib.EVALUATION)
 
@@ -54,7 +55,6 @@ class Log(hooks.Hook):
         batches: batches_lib.TrainBatches,
         clock: clock_lib.Clock,
         terminal: terminal_lib.Terminal,
-        services: Mapping[str, writers_lib.Service],
         members: members_lib.Members,
         wings: Sequence[hooks.Wing] = (),
     ):
@@ -67,16 +67,15 @@ class Log(hooks.Hook):
           batches: the run's training batches.
           clock: this process's clock.
           terminal: the run's terminal.
-          services: the writers that the run's wings bring.
           members: the members of the run, of which the one that leads has writers.
-          wings: the run's wings, which may have more to say of its speed.
+          wings: the run's wings, which may bring writers, and have more to say of its
+            speed.
         """
         config = experiment.config
         self.rows = 0
         self.outcome: writer_lib.Outcome | None = None
         self._directory = directory
         self._config = config
-        self._services = services
         self._wings = wings
         # Read from the config once, because each look-up takes microseconds.
         self._every = config.log_every_steps
@@ -91,16 +90,12 @@ class Log(hooks.Hook):
         self._members = members
         # What this process would write if it led, with the number of rows before it,
         # and since when the log is known to have the rows of all before.
-        self._kept: list[tuple[int, Callable[[Row], None], Row]] = []
+        self._kept: list[tuple[int, Row]] = []
         self._is_begun = False
-        # The number of rows that another process that led has written.
-        self._written = 0
         # The process that leads alone has writers, while the log is open.
-        self._writers: list[writers_lib.Writer] = []
-        self._samples: writers_lib.JsonLines | None = None
-        self._norms: writers_lib.JsonLines | None = None
+        self._writers: writers_lib.Writers | None = None
         # The previous row, to report skips and changes of the loss scale since then.
-        self._before: rows_lib.Row = {"step": 0}
+        self._before: Row = {"step": 0}
         # The last step of the dispatch of the previous row, the seconds that count for
         # its rate, and this.
         self._paced = (0, 0.0, 0.0)
@@ -115,10 +110,10 @@ class Log(hooks.Hook):
         """
         self._kept = []
         self._is_begun = False
-        self._written = 0
         with self._members.while_leading(lambda: self._writing(start)):
             self.rows = self._members.by_leader(
-                "the rows so far", lambda: writers_lib.count(self._writers)
+                "the rows so far",
+                lambda: self._writers.files.count if self._writers else 0,
             )
             self._is_begun = True
             self._before = {"step": start}
@@ -135,69 +130,64 @@ class Log(hooks.Hook):
     @contextlib.contextmanager
     def _writing(self, start: int) -> Iterator[None]:
         """Opens the config's writers, and closes them at the end."""
-        last = start
-        if self._is_begun:
-            # All rows in the files are of this attempt, or of what it began with.
-            last = sys.maxsize
-            rows = rows_lib.read(self._directory.metrics)
-            start = max([start, *(row["step"] for row in rows)])
         part = writers_lib.Part(
             directory=self._directory.path,
             step=start,
             config=identity.plain(self._config),
-            rows=lambda: rows_lib.read(self._directory.metrics),
-            samples=lambda: rows_lib.read(self._directory.samples),
-            norms=lambda: rows_lib.read(self._directory.norms),
             claim=self._directory.claim,
         )
-        # These drop the rows of the steps that the run repeats, before a writer reads
-        # them.
-        self._samples = writers_lib.JsonLines(
-            self._directory.samples, last, self._directory.claim
-        )
-        self._norms = writers_lib.JsonLines(
-            self._directory.norms, last, self._directory.claim
-        )
-        self._writers = writers_lib.open_all(self._config.writers, part, self._services)
+        if self._is_begun:
+            # All rows in the files are of this attempt, or of what it began with.
+            last = max([start, *(row["step"] for row in part.everything())])
+            part = part._replace(step=last)
+        self._writers = writers_lib.Writers(self._config.writers, part, self._wings)
         try:
-            if self._is_begun:
-                self._write_kept()
+            # What the process that led before may not have written.
+            for number, row in self._kept:
+                self._write_numbered(number, row)
+            self._kept = []
             yield
         except BaseException as e:
-            # The exception that ended the run must not be replaced by one from closing
-            # a writer.
-            with contextlib.suppress(OSError, ValueError):
-                self._close(writer_lib.outcome_of(e))
+            self._writers.close(writer_lib.outcome_of(e))
             raise
-        self._close(self.outcome or _ROLLED_BACK)
-
-    def _write_kept(self) -> None:
-        """Writes what the process that led before has not written."""
-        rows = self.rows
-        self._written = writers_lib.count(self._writers)
-        for number, write, row in self._kept:
-            self.rows = number
-            write(row)
-        self.rows = rows
-        self._kept = []
+        self._writers.close(self.outcome or _ROLLED_BACK)
 
     def forget(self, rows: int) -> None:
         """Forgets what it keeps of the first rows, which are durable."""
         self._kept = [kept for kept in self._kept if kept[0] >= rows]
 
-    def _write(self, write: Callable[[Row], None], row: Row) -> None:
-        """Writes a row, or keeps it as long as another process leads."""
-        if self._samples is not None:
-            write(row)
-        elif self._members.may_lead:
-            self._kept.append((self.rows, write, row))
+    def write(self, row: Row) -> None:
+        """Writes a row of any kind, or keeps it as long as another process leads.
 
-    def fetch(self, chunk: step_lib.Chunk) -> step_lib.Chunk | None:
-        """Starts to copy to the host what the rows of steps have, if any has one.
-
-        Returns:
-          The steps with no results but these.
+        Samples and norms of a step are written once: nothing is done if it has some.
         """
+        has_numbers = rows_lib.has_numbers(row)
+        if has_numbers and self._members.exchange is not None:
+            text = jsonfile.dumps(rows_lib.reproducible(row))
+            self._members.note(text.encode())
+        if self._writers is not None:
+            self._write_numbered(self.rows, row)
+        elif self._members.may_lead:
+            self._kept.append((self.rows, row))
+        if has_numbers:
+            self.rows += 1
+
+    def _write_numbered(self, number: int, row: Row) -> None:
+        """Writes a row that comes after a number of rows, unless its file has it.
+
+        A process that led before may have been ahead of this one.
+        """
+        assert self._writers is not None
+        files = self._writers.files
+        if rows_lib.has_numbers(row):
+            is_written = number < files.count
+        else:
+            is_written = row["step"] <= files.last(rows_lib.kind(row))
+        if not is_written:
+            self._writers.write(row)
+
+    def fetch(self, chunk: step_lib.Chunk) -> _Fetched | None:
+        """Starts to copy to the host what the rows of steps have, if any has one."""
         stepped: Any = chunk.stepped
         metrics: dict[str, jax.Array] = {}
         norms: dict[str, learner_state.ArrayNorms] = {}
@@ -213,31 +203,27 @@ class Log(hooks.Hook):
         if not has_rows and not norms:
             return None
         deferred.to_host(jax.tree.leaves((metrics, norms)))
-        fetched = stepped._replace(
-            state=None,
-            metrics=metrics,
-            observed={},
-            fingerprints_before=None,
-            norms=norms,
-        )
-        return dataclasses.replace(chunk, stepped=fetched)
+        return chunk.last, metrics, norms
 
-    def read(self, step: int, place: Any, fetched: step_lib.Chunk, newest: Any) -> None:
+    def read(self, step: int, place: Any, fetched: _Fetched, newest: Any) -> None:
         """Writes the rows of a step, if it has any."""
         del newest
-        stepped = fetched.stepped
+        last, metrics, of_learners = fetched
         if self._has_row(step):
-            values = {name: np.asarray(x)[place] for name, x in stepped.metrics.items()}
+            row: Row = {"step": step, rows_lib.KIND: rows_lib.TRAIN}
+            for name, values in metrics.items():
+                row[name] = rows_lib.to_number(np.asarray(values)[place])
             if not self._has_fingerprints(step):
                 # The program of a step returns zeros where they are not due.
-                values = rows_lib.without_fingerprints(values)
-            self.write_row(step, values, fetched.last)
-        if stepped.norms and self._has_norms(step):
+                row = rows_lib.without_fingerprints(row)
+            self._write_training(row, last)
+        if of_learners and self._has_norms(step):
             norms = {}
-            for name, of_learner in stepped.norms.items():
+            for name, of_learner in of_learners.items():
                 of_step = np.asarray(of_learner.values)[place]
                 norms[name] = dataclasses.replace(of_learner, values=of_step)
-            self.write_norms(step, norms)
+            if self._members.may_lead:
+                self.write(norms_lib.row(step, norms))
 
     def _has_row(self, step: int) -> bool:
         return step % self._every == 0 or step == self._last
@@ -248,31 +234,14 @@ class Log(hooks.Hook):
     def _has_norms(self, step: int) -> bool:
         return bool(self._norms_every) and step % self._norms_every == 0
 
-    def write_norms(
-        self, step: int, norms: Mapping[str, learner_state.ArrayNorms]
-    ) -> None:
-        """Writes the norms of parameters after a step, by the learner's name."""
-        if self._members.may_lead:
-            self._write(self._write_norms, norms_lib.row(step, norms))
-
-    def _write_norms(self, row: Row) -> None:
-        if self._norms is None or row["step"] <= self._norms.last:
-            return
-        self._norms.write(row)
-        for writer in self._writers:
-            writer.write_norms(row)
-
-    def write_row(self, step: int, metrics: Mapping[str, Any], last: int) -> None:
-        """Writes the row of a step.
+    def _write_training(self, row: Row, last: int) -> None:
+        """Writes the row of a step, and shows it.
 
         Args:
-          step: the number of the step.
-          metrics: its metrics by name.
+          row: its metrics by name.
           last: the last of the steps that were dispatched with it.
         """
-        row: rows_lib.Row = {"step": step, rows_lib.KIND: rows_lib.TRAIN}
-        for name, value in metrics.items():
-            row[name] = rows_lib.to_number(value)
+        step = row["step"]
         row = with_skips(row)
         if self._epoch_examples is not None:
             # An experiment may log its own 'epoch', which takes precedence.
@@ -280,7 +249,7 @@ class Log(hooks.Hook):
             row.setdefault("epoch", examples / self._epoch_examples)
         seconds = self._clock.seconds()
         rate = self._rate(last, seconds)
-        self._send(row | self._performance(step, rate, seconds))
+        self.write(row | self._performance(step, rate, seconds))
         self._terminal.row(rows_lib.numbers(row), rate)
         text = changes(self._before, row)
         if text:
@@ -289,69 +258,36 @@ class Log(hooks.Hook):
 
     def flush(self) -> None:
         """Flushes the rows so far to the writers' files."""
-        for writer in self._writers:
-            writer.flush()
+        if self._writers is not None:
+            self._writers.flush()
 
     def sync(self) -> None:
         """Syncs all flushed rows to disk; may be called from any thread. Raises OSError
         if that fails.
         """
-        for rows in (self._samples, self._norms):
-            if rows is not None:
-                rows.sync()
-        for writer in self._writers:
-            writer.sync()
+        if self._writers is not None:
+            self._writers.sync()
 
     def write_evaluation(self, step: int, values: Mapping[str, Any]) -> None:
         """Writes an evaluation of the state after a step."""
         row, text = evaluation(step, values)
-        self._send(row)
+        self.write(row)
         self._terminal.say(text)
 
-    def write_ahead(self, row: rows_lib.Row) -> None:
+    def write_ahead(self, row: Row) -> None:
         """Writes a row about the step that comes next.
 
         The caller has written the rows of all earlier steps.
         """
-        self._send(row | {"perf/time": _now()})
+        self.write(row | {"perf/time": _now()})
 
     def sampled(self) -> int:
         """Returns the last step with samples, as process 0 sees it; -1 if there is
         none.
         """
-        return -1 if self._samples is None else self._samples.last
-
-    def write_samples(self, row: rows_lib.Row) -> None:
-        """Writes a row from `xshard.samples.row`, unless samples of its step exist
-        already.
-        """
-        self._write(self._write_samples, row)
-
-    def _write_samples(self, row: Row) -> None:
-        if self._samples is None or row["step"] <= self._samples.last:
-            return
-        self._samples.write(row)
-        for writer in self._writers:
-            writer.write_samples(row)
-
-    def _close(self, outcome: writer_lib.Outcome) -> None:
-        writers_lib.close(self._writers, outcome)
-
-    def _send(self, row: rows_lib.Row) -> None:
-        if self._members.exchange is not None:
-            text = jsonfile.dumps(rows_lib.reproducible(row))
-            self._members.note(text.encode())
-        self._write(self._write_row, row)
-        self.rows += 1
-
-    def _write_row(self, row: Row) -> None:
-        # A process that led before may have been ahead of this one.
-        if self.rows < self._written:
-            return
-        # What a service has received cannot be taken back.
-        if self._directory.claim is not None:
-            self._directory.claim.check()
-        writers_lib.write(self._writers, row)
+        if self._writers is None:
+            return -1
+        return self._writers.files.last(rows_lib.SAMPLES)
 
     def _rate(self, step: int, seconds: Mapping[str, float]) -> float:
         """Returns the steps per second since an earlier row, without the time of
@@ -371,9 +307,7 @@ class Log(hooks.Hook):
             self._paced = (step, paced, rate)
         return rate
 
-    def _performance(
-        self, step: int, rate: float, seconds: Mapping[str, float]
-    ) -> rows_lib.Row:
+    def _performance(self, step: int, rate: float, seconds: Mapping[str, float]) -> Row:
         models = experiment_lib.num_models(self._config, self._mesh)
         examples = self._batch_size * models
         row = {"steps_per_second": rate, "examples_per_second": rate * examples}
@@ -394,7 +328,7 @@ class Log(hooks.Hook):
         return performance
 
 
-def with_skips(row: rows_lib.Row) -> rows_lib.Row:
+def with_skips(row: Row) -> Row:
     """Returns a step's row with the skips of each learner so far, since its own would
     miss skips between rows.
     """
@@ -410,9 +344,9 @@ def with_skips(row: rows_lib.Row) -> rows_lib.Row:
     return row
 
 
-def evaluation(step: int, values: Mapping[str, Any]) -> tuple[rows_lib.Row, str]:
+def evaluation(step: int, values: Mapping[str, Any]) -> tuple[Row, str]:
     """Returns the row of an evaluation after a step, and a line to print."""
-    row: rows_lib.Row = {"step": step, rows_lib.KIND: rows_lib.EVALUATION}
+    row: Row = {"step": step, rows_lib.KIND: rows_lib.EVALUATION}
     numbers = []
     for name, value in values.items():
         row[rows_lib.OF_EVALUATION + name] = value
@@ -422,7 +356,7 @@ def evaluation(step: int, values: Mapping[str, Any]) -> tuple[rows_lib.Row, str]
     return row, f"step {step}  evaluation: {text}"
 
 
-def changes(before: rows_lib.Row, row: rows_lib.Row) -> str:
+def changes(before: Row, row: Row) -> str:
     """Describes skipped steps and changes of the loss scale between two rows; empty if
     there are none.
 

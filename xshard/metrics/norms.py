@@ -69,19 +69,15 @@ def row(step: int, norms: Mapping[str, Any]) -> rows.Row:
     return new
 
 
-def is_row(candidate: Mapping[str, Any]) -> bool:
-    """Returns whether a row holds norms of parameters rather than metrics."""
-    is_of_norms = rows.kind(candidate) == rows.NORMS
-    # The file may have been edited by hand.
-    return is_of_norms and isinstance(candidate.get(_NORMS), Mapping)
-
-
 def parameters(norms_row: Mapping[str, Any]) -> Iterator[Norms]:
     """Yields the norms of each parameter of a row.
 
     The file may have been edited by hand, so invalid entries are left out.
     """
-    for learner, lists in norms_row[_NORMS].items():
+    by_learner = norms_row.get(_NORMS)
+    if not isinstance(by_learner, Mapping):
+        return
+    for learner, lists in by_learner.items():
         if not isinstance(lists, Mapping):
             continue
         columns = [lists.get(name) for name in (_PATHS, *KINDS)]

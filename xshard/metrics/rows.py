@@ -32,6 +32,13 @@ ROLL_BACK = "roll_back"
 SAMPLES = "samples"
 NORMS = "norms"
 
+# The files of the kinds that have one of their own, in the work directory, and that of
+# the others, which hold numbers.
+FILES = {SAMPLES: "samples.jsonl", NORMS: "norms.jsonl"}
+NUMBERS = "metrics.jsonl"
+# The order of the rows of a step.
+_ORDER = (ROLL_BACK, TRAIN, NORMS, EVALUATION, SAMPLES)
+
 # What the names of some values begin with.
 OF_EVALUATION = "eval/"
 OF_ROLL_BACK = "roll_back/"
@@ -61,6 +68,20 @@ def kind(row: Mapping[str, Any]) -> str:
     if any(name.startswith(OF_EVALUATION) for name in row):
         return EVALUATION
     return TRAIN
+
+
+def has_numbers(row: Mapping[str, Any]) -> bool:
+    """Returns whether a row is one of numbers by name, neither samples nor norms."""
+    return kind(row) not in FILES
+
+
+def place(row: Mapping[str, Any]) -> tuple[int, int]:
+    """Returns the place of a row among all rows: its step, and its place within it."""
+    of_kind = kind(row)
+    if of_kind not in _ORDER:
+        # The file may have been edited by hand.
+        of_kind = TRAIN
+    return row["step"], _ORDER.index(of_kind)
 
 
 def flat(row: Row) -> Row:

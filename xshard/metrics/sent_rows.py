@@ -3,11 +3,9 @@
 import pathlib
 
 from xshard.files import disk, jsonfile
-from xshard.metrics import norms, rows
+from xshard.metrics import rows
 
 _ROLL_BACK_NUMBER = rows.OF_ROLL_BACK + "number"
-# The places of the rows of a step, by their kinds.
-_RANKS = {rows.ROLL_BACK: -1, rows.TRAIN: 0, rows.EVALUATION: 1, rows.SAMPLES: 2}
 
 
 class SentRows:
@@ -43,15 +41,9 @@ class SentRows:
             self.last = (0, *self.last)
         # The number of the roll-back that the next row comes after.
         self._roll_back = 0
-        # Rows of norms come in an order of their own. The step of the last one.
-        self._last_norms = note.get("sent_norms", 0)
 
     def is_new(self, row: rows.Row) -> bool:
         """Returns whether a row has not been sent, and counts it as sent."""
-        if norms.is_row(row):
-            is_new = row["step"] > self._last_norms
-            self._last_norms = max(self._last_norms, row["step"])
-            return is_new
         place = self._place(row)
         if place <= self.last:
             return False
@@ -60,13 +52,12 @@ class SentRows:
 
     def _place(self, row: rows.Row) -> tuple[int, ...]:
         """Returns the place of a row among all rows, in the order of `last`."""
-        kind = rows.kind(row)
-        place = (row["step"], _RANKS.get(kind, 0))
+        place = rows.place(row)
         if not self._goes_back:
             return place
         number = row.get(_ROLL_BACK_NUMBER)
         # The file may have been edited by hand.
-        if kind == rows.ROLL_BACK and isinstance(number, int):
+        if rows.kind(row) == rows.ROLL_BACK and isinstance(number, int):
             self._roll_back = number
         return (self._roll_back, *place)
 
@@ -80,10 +71,5 @@ class SentRows:
         if last is None:
             last = self.last
         with disk.writing(self._path):
-            note = {
-                "id": self.id,
-                "sent": list(last),
-                "sent_norms": self._last_norms,
-            }
-            content = jsonfile.dumps(note).encode()
+            content = jsonfile.dumps({"id": self.id, "sent": list(last)}).encode()
             disk.replace(self._path, content, durably=False)

@@ -65,9 +65,9 @@ class ContinuousEvaluator:
           UserError: with the key, its value and the fix, if something does not fit.
         """
         config_lib.check(config)
-        self._services = writers.services(wings)
-        writers.check(config.writers, self._services)
+        writers.check(config.writers, wings)
         self._config = config
+        self._wings = wings
         mesh = experiment_lib.mesh_of(config)
         experiment = experiment_lib.of_config(config)
         self._run = workdir.Workdir(directory)
@@ -91,7 +91,7 @@ class ContinuousEvaluator:
         # What follows is known on process 0 only, and only once the run exists.
         self._last_evaluated = -1
         self._run_id = ""
-        self._writers: list[writers.Writer] | None = None
+        self._writers: writers.Writers | None = None
         self._resources = contextlib.ExitStack()
 
     def last_step(self) -> int:
@@ -158,20 +158,18 @@ class ContinuousEvaluator:
         self._run_id = self._run.run_id()
         self._check_owner()
         self._resources.enter_context(self._output.opened(self._config))
-        path = self._output.metrics
         # A row is written after its step is evaluated, so the last complete row names
         # the last evaluated step.
         self._last_evaluated = max(
-            (row["step"] for row in rows_lib.read(path)), default=-1
+            (row["step"] for row in rows_lib.read(self._output.metrics)), default=-1
         )
         part = writers.Part(
             directory=self._output.path,
             step=self._last_evaluated,
             config=identity_lib.plain(self._config),
-            rows=lambda: rows_lib.read(path),
             claim=self._output.claim,
         )
-        self._writers = writers.open_all(self._config.writers, part, self._services)
+        self._writers = writers.Writers(self._config.writers, part, self._wings)
         self._resources.push(self._close_writers)
 
     def _close_writers(
@@ -184,11 +182,9 @@ class ContinuousEvaluator:
         del kind
         assert self._writers is not None
         if e is None:
-            writers.close(self._writers, ending.outcome(self._stop))
-            return
-        # The exception must not be replaced by one from closing a writer.
-        with contextlib.suppress(OSError, ValueError):
-            writers.close(self._writers, writer_lib.outcome_of(e))
+            self._writers.close(ending.outcome(self._stop))
+        else:
+            self._writers.close(writer_lib.outcome_of(e))
 
     def _check_owner(self) -> None:
         """Raises UserError if the checkpoints are those of another run."""
@@ -269,8 +265,8 @@ class ContinuousEvaluator:
             )
         row, text = log.evaluation(step, values)
         self._say(text)
-        for writer in self._writers or []:
-            writer.write(row)
+        if self._writers is not None:
+            self._writers.write(row)
 
     def _exists(self, step: int) -> bool:
         """Returns whether a step has a checkpoint that counts, on all processes."""

@@ -359,7 +359,8 @@ def read_norms(path: pathlib.Path, notes: list[str]) -> list[NormMap]:
     kept: dict[int, rows_lib.Row] = {}
     stride = 1
     for number, row in enumerate(_rows(path, notes)):
-        if norms_lib.is_row(row) and (number % stride == 0 or row["step"] in kept):
+        is_due = number % stride == 0 or row["step"] in kept
+        if is_due and rows_lib.kind(row) == rows_lib.NORMS:
             kept[row["step"]] = row
         if len(kept) > _MOST_STEPS:
             kept = {step: kept[step] for step in sorted(kept)[::2]}

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import json
 import subprocess
 import sys
 import threading
@@ -13,8 +14,11 @@ import pytest
 from tests import toy, winged
 from tests.launch import harness
 from xshard import errors
+from xshard.metrics import writer as writer_lib
 from xshard.metrics import writers
 from xshard.wings.mlflow import wing
+
+DONE = writer_lib.Outcome(writer_lib.DONE)
 
 needs_mlflow = pytest.mark.skipif(
     importlib.util.find_spec("mlflow") is None, reason="MLflow is not installed"
@@ -39,7 +43,7 @@ class Service:
         self.refused = threading.Event()
         self.ended = 0
 
-    def log_batch(self, run_id, metrics=(), params=(), synchronous=None):
+    def log_batch(self, run_id, metrics=(), params=(), tags=(), synchronous=None):
         assert run_id == "an ID" and synchronous
         assert len(metrics) <= 1000
         if self.is_away:
@@ -67,14 +71,19 @@ def service(monkeypatch):
         ),
     )
     monkeypatch.setitem(sys.modules, "mlflow", stand_in)
-    # Nothing is sent again unless a test closes the writer.
-    monkeypatch.setattr(wing, "_PAUSE_SECONDS", 600)
     return found
 
 
+def part_of(directory, history=()):
+    """Returns the part of a run that resumes after these rows."""
+    directory.mkdir(exist_ok=True)
+    lines = [json.dumps(row) + "\n" for row in history]
+    (directory / "metrics.jsonl").write_text("".join(lines))
+    return writers.Part(directory, len(history), {"a": 1})
+
+
 def opened(directory, history=()):
-    part = writers.Part(directory, len(history), {"a": 1}, lambda: iter(history))
-    return wing.open_writer(part)
+    return wing.MlflowRun(part_of(directory, history))
 
 
 def row(step, time, **values):
@@ -107,7 +116,8 @@ def test_a_killed_part_has_recorded_what_is_stored(tmp_path, service):
     writer = opened(tmp_path)
     for each in before:
         writer.write(each)
-    harness.wait_until(lambda: len(service.stored) == 4 and not writer._waiting)
+    note = tmp_path / "mlflow/xshard.json"
+    harness.wait_until(lambda: json.loads(note.read_text())["sent"] == [0, 2, 1])
     # The part is not closed. The next one resumes after step 1 and repeats step 2, at
     # another time.
     writer = opened(tmp_path, before[:1])
@@ -118,34 +128,51 @@ def test_a_killed_part_has_recorded_what_is_stored(tmp_path, service):
     assert losses == [(1, 10000), (2, 20000), (3, 40000)]
 
 
-def test_a_server_that_is_away_keeps_no_run_from_ending(tmp_path, service, capsys):
-    writer = opened(tmp_path)
+def test_a_server_that_is_away_keeps_no_run_from_going_on(tmp_path, service, capsys):
+    run = writers.Writers(["jsonl", "mlflow"], part_of(tmp_path), winged.WINGS)
     service.is_away = True
-    writer.write(row(1, 10.0, loss=1.0))
+    run.write(row(1, 10.0, loss=1.0))
     assert service.refused.wait(60)
-    writer.write(row(2, 20.0, loss=2.0))
-    writer.close()
-    error = capsys.readouterr().err
-    assert "MLflow does not store rows (away); the run goes on." in error
-    assert "MLflow has not stored all rows (away); a resumed run sends them." in error
+    writer = run._opened["mlflow"]
+    harness.wait_until(lambda: writer._failure)
+    for step in (2, 3):
+        run.write(row(step, 10.0 * step, loss=float(step)))
+    run.close(DONE)
+    # Once, although there are three reasons.
+    assert capsys.readouterr().err == (
+        "the run goes on without the writer 'mlflow', which failed: OSError: MLflow "
+        "has not stored all rows (away); a resumed run sends them.\n"
+    )
     assert service.stored == [] and service.ended == 0
     service.is_away = False
-    opened(tmp_path, [row(1, 10.0, loss=1.0), row(2, 20.0, loss=2.0)]).close()
-    assert [step for name, _, _, step in service.stored if name == "loss"] == [1, 2]
+    opened(
+        tmp_path, [row(step, 10.0 * step, loss=float(step)) for step in (1, 2, 3)]
+    ).close()
+    assert [step for name, _, _, step in service.stored if name == "loss"] == [1, 2, 3]
 
 
-def test_a_server_that_returns_gets_all_rows_in_order(tmp_path, service, monkeypatch):
-    monkeypatch.setattr(wing, "_PAUSE_SECONDS", 0)
+def test_a_server_that_does_not_answer_keeps_no_run_from_ending(
+    tmp_path, service, monkeypatch
+):
+    monkeypatch.setattr(wing, "_LONGEST_WAIT_SECONDS", 0.1)
+    answers = threading.Event()
+    log_batch = service.log_batch
     writer = opened(tmp_path)
-    service.is_away = True
-    for step in range(1, 6):
-        writer.write(row(step, 10.0 * step, loss=float(step)))
-    assert service.refused.wait(60)
-    service.is_away = False
-    harness.wait_until(lambda: not writer._waiting)
-    writer.close()
-    losses = [value for name, value, _, _ in service.stored if name == "loss"]
-    assert losses == [1, 2, 3, 4, 5]
+
+    def wait(*args, **kwargs):
+        assert answers.wait(60)
+        log_batch(*args, **kwargs)
+
+    monkeypatch.setattr(service, "log_batch", wait)
+    writer.write(row(1, 10.0, loss=1.0))
+    with pytest.raises(OSError, match=r"no answer for 0.1 seconds.*; a resumed run"):
+        writer.close()
+    # The note is the next part's now, even if the server has stored the row after all.
+    before = (tmp_path / "mlflow/xshard.json").read_text()
+    answers.set()
+    writer._thread.join()
+    assert (tmp_path / "mlflow/xshard.json").read_text() == before
+    assert service.ended == 0
 
 
 @contextlib.contextmanager
@@ -222,22 +249,23 @@ def test_rows_that_were_not_stored_are_sent_by_the_next_part(
     # The server itself would refuse such a name.
     rows = [row(step, step, loss=float(step), **{"top@5": 1.0}) for step in (1, 2, 3)]
 
-    def part(count):
-        return writers.Part(tmp_path / "run", count, {}, lambda: iter(rows[:count]))
-
     with server(tmp_path / "server", port) as url:
         mlflow.set_tracking_uri(url)
-        (writer,) = writers.open_all(["mlflow"], part(0), winged.SERVICES)
-        writer.write(rows[0])
-        harness.wait_until(lambda: not writer._waiting)
+        run = writers.Writers(
+            ["jsonl", "mlflow"], part_of(tmp_path / "run"), winged.WINGS
+        )
+        run.write(rows[0])
+        note = tmp_path / "run/mlflow/xshard.json"
+        harness.wait_until(lambda: json.loads(note.read_text())["sent"] == [0, 1, 1])
     # The server is gone while the run trains on.
-    writer.write(rows[1])
-    writer.close()
+    run.write(rows[1])
+    run.close(DONE)
     assert "MLflow has not stored all rows" in capsys.readouterr().err
     with server(tmp_path / "server", port):
-        (writer,) = writers.open_all(["mlflow"], part(2), winged.SERVICES)
-        writer.write(rows[2])
-        writer.close()
+        part = part_of(tmp_path / "run", rows[:2])
+        run = writers.Writers(["jsonl", "mlflow"], part, winged.WINGS)
+        run.write(rows[2])
+        run.close(DONE)
         client = mlflow.MlflowClient()
         (found,) = mlflow.search_runs(output_format="list")
         history = client.get_metric_history(found.info.run_id, "loss")

@@ -12,6 +12,7 @@ from prometheus_client import parser
 from tests import toy, winged
 from tests.launch import harness
 from xshard import errors
+from xshard.metrics import writers
 from xshard.wings.prometheus import wing
 
 
@@ -32,9 +33,18 @@ def scraped(port):
     return values
 
 
+def opened(directory, port):
+    part = writers.Part(directory, 1, {"prometheus": {"port": port}})
+    return wing.Endpoint(part)
+
+
 def test_the_newest_numbers_are_shown(tmp_path, port):
     history = [{"step": 1, "loss": 3.0}, {"step": 1, "eval/error": 4.0}]
-    endpoint = wing.Endpoint(tmp_path / "run", port, lambda: iter(history))
+    directory = tmp_path / "run"
+    directory.mkdir()
+    lines = [json.dumps(row) + "\n" for row in history]
+    (directory / "metrics.jsonl").write_text("".join(lines))
+    endpoint = opened(directory, port)
     first = {
         ("xshard_step", "run", ""): 1,
         ("xshard_loss", "run", ""): 3,
@@ -52,14 +62,14 @@ def test_the_newest_numbers_are_shown(tmp_path, port):
     }
     endpoint.close()
     # The port is free again.
-    wing.Endpoint(tmp_path, port, lambda: iter(())).close()
+    opened(tmp_path, port).close()
 
 
 def test_a_port_that_is_taken_is_refused_before_training(tmp_path, port):
     config = toy.get_config()
     config.writers = ("jsonl", "prometheus")
     config.prometheus.port = port
-    other = wing.Endpoint(tmp_path / "other", port, lambda: iter(()))
+    other = opened(tmp_path / "other", port)
     with pytest.raises(errors.UserError, match=f"port {port} cannot be opened"):
         winged.run(config.lock(), str(tmp_path / "run"), "")
     other.close()
@@ -87,7 +97,7 @@ def test_a_server_scrapes_them(tmp_path, port):
     ]
     log = (tmp_path / "log").open("w")
     server = subprocess.Popen(command, stdout=log, stderr=log)
-    endpoint = wing.Endpoint(tmp_path / "run", port, lambda: iter(()))
+    endpoint = opened(tmp_path / "run", port)
     endpoint.write({"step": 7, "loss": 0.25})
 
     def result():

@@ -16,7 +16,7 @@ import xshard
 from tests import rows, toy, winged
 from tests.report import samples as directories
 from xshard import errors, hooks, loop, samples
-from xshard.metrics import log as log_lib
+from xshard.metrics import writer
 from xshard.pod import request
 from xshard.report import page, runs
 from xshard.wings.samples import wing
@@ -117,11 +117,12 @@ def whole(tmp_path_factory):
 
 
 INSTANTS = [
-    (log_lib.Log, "write_samples", 1, True),
+    # The row of samples is made just before it is written, their text just after.
+    (samples, "text", 1, False),
     # The calls come after steps 2, 4 and 6. Step 6 is the last; its checkpoint exists
     # when the third call comes.
-    (log_lib.Log, "write_samples", 3, False),
-    (log_lib.Log, "write_samples", 3, True),
+    (samples, "row", 3, True),
+    (samples, "text", 3, False),
     (wing.Samples, "_sample", 2, False),
     (loop.Run, "_save", 1, True),
 ]
@@ -306,22 +307,14 @@ def test_a_custom_writer_may_take_samples(tmp_path):
     assert Mine.taken == [json.loads(line) for line in lines(tmp_path)]
 
 
-class Mine:
+class Mine(writer.Writer):
     """A custom writer that keeps the samples that it receives."""
 
     taken: list = []  # noqa: RUF012
 
     def __init__(self, part):
-        assert isinstance(part.config, dict) and not list(part.samples())
+        assert isinstance(part.config, dict) and not list(part.everything())
 
     def write(self, row):
-        assert not samples.is_row(row)
-
-    def write_samples(self, row):
-        self.taken.append(row)
-
-    def flush(self):
-        pass
-
-    def close(self):
-        pass
+        if row["kind"] == "samples":
+            self.taken.append(row)

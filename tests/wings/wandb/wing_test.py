@@ -11,7 +11,6 @@ import pytest
 
 from tests import winged
 from xshard import samples
-from xshard.metrics import rows as rows_lib
 from xshard.metrics import writers
 
 
@@ -59,20 +58,12 @@ def sent(monkeypatch):
 
 
 def write_part(directory, step, rows, *, killed=False):
-    history = lambda: rows_lib.read(directory / "metrics.jsonl")
-    shown = writers.JsonLines(directory / "samples.jsonl", step)
-    from_file = lambda: rows_lib.read(directory / "samples.jsonl")
-    the_part = writers.Part(directory, step, {"a": 1}, history, from_file)
-    opened = writers.open_all(["wandb", "jsonl"], the_part, winged.SERVICES)
+    part = writers.Part(directory, step, {"a": 1})
+    opened = writers.Writers(["wandb", "jsonl"], part, winged.WINGS)
     for row in rows:
-        if samples.is_row(row):
-            shown.write(row)
-            opened[-1].write_samples(row)
-            continue
-        for writer in opened:
-            writer.write(row)
-    for writer in opened:
-        if not killed:
+        opened.write(row)
+    if not killed:
+        for writer in opened._opened.values():
             writer.close()
 
 
@@ -144,18 +135,8 @@ def test_samples_are_sent_once_and_after_the_rows_of_their_step(tmp_path, sent):
 def test_norms_of_parameters_are_sent_once(tmp_path, sent):
     lists = {"gradient": [3.0], "parameter": [2.0], "update": [None]}
     row = {"step": 2, "norms": {"": {"paths": ["w"], **lists}}}
-    history = lambda: iter([row])
-    for _ in range(2):
-        part = writers.Part(
-            tmp_path,
-            2,
-            {},
-            rows=lambda: iter(()),
-            samples=lambda: iter(()),
-            norms=history,
-        )
-        (opened,) = writers.open_all(["wandb"], part, winged.SERVICES)
-        opened.close()
+    write_part(tmp_path, 0, [row])
+    write_part(tmp_path, 2, [])
     # wandb takes no null, and what is not finite has none.
     expected = {"step": 2, "norms/gradient/w": 3.0, "norms/parameter/w": 2.0}
     assert sent.rows == [(2, expected), "finished", "finished"]

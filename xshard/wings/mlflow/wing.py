@@ -1,30 +1,25 @@
 """A writer that logs to MLflow."""
 
-import collections
 import contextlib
 import io
 import math
-import pathlib
 import posixpath
+import queue
 import re
-import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from xshard import config as config_lib
 from xshard import errors, hooks
-from xshard.metrics import rows, sent_rows, writer, writers
+from xshard.metrics import rows, sent_rows, writer
 
 # MLflow refuses larger requests, and longer names and values of parameters.
 _MOST_METRICS = 1000
 _MOST_PARAMS = 100
 _LONGEST_NAME = 250
 _LONGEST_PARAM = 6000
-# The pause after rows that could not be stored.
-_PAUSE_SECONDS = 10
 # The end of a run waits this long for the next answer of the server. A run that is
 # preempted has little time.
 _LONGEST_WAIT_SECONDS = 20
@@ -45,17 +40,17 @@ _LONGEST_TAG = 5000
 
 
 class _Waiting(NamedTuple):
-    """Metrics of a row that are to be sent.
+    """A metric that is to be sent.
 
     Attributes:
-      metrics: the metrics.
-      row: the place of the row in `SentRows`, if these are its last metrics, or None.
-      roll_back: a description of the roll-back that the row is about; or empty.
+      metric: the metric.
+      place: the place of its row in `SentRows`, if it is the last one of it, or None.
+      tag: a tag that is sent with it, or None.
     """
 
-    metrics: list[Any]
-    row: tuple[int, ...] | None
-    roll_back: str
+    metric: Any
+    place: tuple[int, ...] | None = None
+    tag: Any = None
 
 
 class MlflowRun(writer.Writer):
@@ -66,25 +61,18 @@ class MlflowRun(writer.Writer):
     MLFLOW_EXPERIMENT_NAME. See `SentRows` for how parts of a run share one. Samples are
     not sent.
 
-    A thread sends the rows, in their order. MLflow's own asynchronous logging does not
-    tell which rows are stored before all of them are, and keeps all of them until then.
+    A thread sends the rows, in their order, until the server refuses some; the next
+    part sends the rest. MLflow's own asynchronous logging keeps a process from ending
+    while a server is away: each row in its queue is tried for four minutes.
     """
 
-    def __init__(
-        self,
-        directory: pathlib.Path,
-        config: dict[str, Any],
-        history: Callable[[], Iterator[rows.Row]],
-        step: int = 0,
-    ):
+    package = "mlflow"
+
+    def __init__(self, part: writer.Part):
         """Starts or resumes the MLflow run, and sends the rows that it lacks.
 
-        Args:
-          directory: the work directory. Its `mlflow/xshard.json` keeps the ID of the
-            MLflow run, and the last row known to be stored.
-          config: the run's config.
-          history: returns the earlier rows.
-          step: the step that the run resumes from.
+        The file `mlflow/xshard.json` of the work directory keeps the ID of the MLflow
+        run, and the last row known to be stored.
 
         Raises:
           UserError: if no server is named, or it does not answer.
@@ -99,20 +87,22 @@ class MlflowRun(writer.Writer):
             )
         self._mlflow = mlflow
         self._sent = sent_rows.SentRows(
-            directory / "mlflow" / "xshard.json", goes_back=True
+            part.directory / "mlflow" / "xshard.json", goes_back=True
         )
         # Without one, the MLflow run ends as if MLflow itself ended it.
         self._outcome: writer.Outcome | None = None
         is_first = not self._sent.id
         # An earlier part that was killed has said nothing about its end.
-        tags = {_OUTCOME: "runs" if is_first else f"runs, resumed from step {step}"}
+        tags = {_OUTCOME: "runs"}
+        if not is_first:
+            tags[_OUTCOME] = f"runs, resumed from step {part.step}"
         try:
             # MLflow allows one active run in a process, and a run that rolls back opens
             # its writers again. So this one is only known by its ID.
             with _silence():
                 run = mlflow.start_run(
                     run_id=self._sent.id or None,
-                    run_name=directory.name,
+                    run_name=part.directory.name,
                     tags=tags,
                     log_system_metrics=False,
                 )
@@ -120,7 +110,7 @@ class MlflowRun(writer.Writer):
             self._client = mlflow.MlflowClient()
             self._sent.id = run.info.run_id
             if is_first:
-                self._log_params(config)
+                self._log_params(part.config)
         # A store other than a server may need packages that mlflow-skinny lacks.
         except (mlflow.exceptions.MlflowException, ImportError) as e:
             raise errors.UserError(
@@ -131,15 +121,15 @@ class MlflowRun(writer.Writer):
         self._sent.record()
         # MLflow's name of each number.
         self._names: dict[str, str] = {}
-        self._waiting: collections.deque[_Waiting] = collections.deque()
-        # Why the server has not stored the first of them; empty if it has not refused.
-        self._failure = ""
-        self._is_closed = False
-        self._change = threading.Condition()
+        # None at the end.
+        self._waiting: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
+        # Why no more rows are sent.
+        self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._send_all, daemon=True)
         self._thread.start()
-        for row in history():
-            self.write(row)
+        # What fails now is known when the run writes its first row.
+        for row in part.rows():
+            self._put(row)
 
     def _log_params(self, config: dict[str, Any]) -> None:
         params = []
@@ -155,6 +145,12 @@ class MlflowRun(writer.Writer):
 
     def write(self, row: rows.Row, /) -> None:
         """Sends a row of numbers, unless it has been sent."""
+        if self._failure is not None:
+            raise self._failure
+        if rows.has_numbers(row):
+            self._put(row)
+
+    def _put(self, row: rows.Row) -> None:
         now = int(1000 * row.get("perf/time", time.time()))
         metrics = []
         for name, value in rows.flat(row).items():
@@ -169,22 +165,18 @@ class MlflowRun(writer.Writer):
                 metrics.append(entity)
         if not self._sent.is_new(row):
             return
-        roll_back = ""
+        tag = None
         if rows.kind(row) == rows.ROLL_BACK:
             # MLflow deletes no values.
-            roll_back = (
+            text = (
                 f"before step {row['step']}: each step from there on has values from "
                 "before it and, with later times, those that count"
             )
-        with self._change:
-            for begin in range(0, len(metrics), _MOST_METRICS):
-                some = metrics[begin : begin + _MOST_METRICS]
-                is_end = begin + _MOST_METRICS >= len(metrics)
-                place = None
-                if is_end:
-                    place = self._sent.last
-                self._waiting.append(_Waiting(some, place, roll_back))
-            self._change.notify_all()
+            tag = self._mlflow.entities.RunTag(_ROLL_BACK, text)
+        for metric in metrics[:-1]:
+            self._waiting.put(_Waiting(metric))
+        for metric in metrics[-1:]:
+            self._waiting.put(_Waiting(metric, self._sent.last, tag))
 
     def _name(self, name: str) -> str:
         """Returns MLflow's name of a number."""
@@ -207,63 +199,36 @@ class MlflowRun(writer.Writer):
 
     def _send_all(self) -> None:
         """Sends what waits until the writer is closed; the body of a thread."""
-        while True:
-            with self._change:
-                while not self._waiting and not self._is_closed:
-                    self._change.wait()
-                if self._is_closed:
-                    return
-                batch = self._first()
-            metrics = []
-            for waiting in batch:
-                metrics += waiting.metrics
-            failure = ""
+        is_end = False
+        while not is_end:
+            # What waits, up to the size of a request.
+            batch = [self._waiting.get()]
+            while len(batch) < _MOST_METRICS and not self._waiting.empty():
+                batch.append(self._waiting.get())
+            is_end = batch[-1] is None
+            waiting = [x for x in batch if x is not None]
             try:
-                self._client.log_batch(self._sent.id, metrics=metrics, synchronous=True)
-                for waiting in batch:
-                    if waiting.roll_back:
-                        self._client.set_tag(
-                            self._sent.id, _ROLL_BACK, waiting.roll_back
-                        )
-            except self._mlflow.exceptions.MlflowException as e:
-                failure = str(e)
-            with self._change:
-                # The writer may have been closed meanwhile, and another one have begun
-                # to send the same rows.
-                if self._is_closed:
-                    return
-                if failure:
-                    self._pause(failure)
-                else:
-                    self._stored(batch)
-
-    def _first(self) -> list[_Waiting]:
-        """Returns the first of what waits, up to the size of a request."""
-        batch: list[_Waiting] = []
-        count = 0
-        for waiting in self._waiting:
-            count += len(waiting.metrics)
-            if batch and count > _MOST_METRICS:
-                break
-            batch.append(waiting)
-        return batch
-
-    def _stored(self, batch: list[_Waiting]) -> None:
-        self._failure = ""
-        for waiting in batch:
-            self._waiting.popleft()
-            if waiting.row is not None:
+                self._client.log_batch(
+                    self._sent.id,
+                    metrics=[x.metric for x in waiting],
+                    tags=[x.tag for x in waiting if x.tag is not None],
+                    synchronous=True,
+                )
+            except Exception as e:
+                self._fail(str(e))
+            # The writer may have been closed meanwhile, and another one have begun to
+            # send the same rows.
+            if self._failure is not None:
+                return
+            places = [x.place for x in waiting if x.place is not None]
+            if places:
                 # What a note lacks is sent again, at the same time and so as the same.
-                with contextlib.suppress(OSError):
-                    self._sent.record(waiting.row)
-        self._change.notify_all()
+                with contextlib.suppress(OSError, ValueError):
+                    self._sent.record(places[-1])
 
-    def _pause(self, failure: str) -> None:
-        if not self._failure:
-            _say(f"MLflow does not store rows ({failure}); the run goes on.")
-        self._failure = failure
-        self._change.notify_all()
-        self._change.wait_for(lambda: self._is_closed, _PAUSE_SECONDS)
+    def _fail(self, why: str) -> None:
+        text = f"MLflow has not stored all rows ({why}); a resumed run sends them."
+        self._failure = OSError(text)
 
     def write_outcome(self, outcome: writer.Outcome, /) -> None:
         """Notes how the run ended, which `close` tells the server."""
@@ -272,24 +237,19 @@ class MlflowRun(writer.Writer):
     def close(self) -> None:
         """Waits until all rows are stored, and tells the server how the run ended.
 
-        If the server does not answer, a line on stderr says so, and the next part sends
-        them.
+        Raises:
+          OSError: if the server does not answer; the next part sends the rest.
         """
-        with self._change:
-            failure = self._wait()
-            self._is_closed = True
-            self._change.notify_all()
-        if not failure:
-            self._thread.join()
-            try:
-                with _silence():
-                    self._end()
-            except self._mlflow.exceptions.MlflowException as e:
-                failure = str(e)
-        if failure:
-            _say(
-                f"MLflow has not stored all rows ({failure}); a resumed run sends them."
-            )
+        self._waiting.put(None)
+        while self._thread.is_alive() and self._failure is None:
+            count = self._waiting.qsize()
+            self._thread.join(_LONGEST_WAIT_SECONDS)
+            if self._thread.is_alive() and self._waiting.qsize() == count:
+                self._fail(f"no answer for {_LONGEST_WAIT_SECONDS} seconds")
+        if self._failure is not None:
+            raise self._failure
+        with _silence():
+            self._end()
 
     def _end(self) -> None:
         """Gives the MLflow run its status, and the tag that says why."""
@@ -304,36 +264,14 @@ class MlflowRun(writer.Writer):
         else:
             self._client.set_terminated(self._sent.id, status)
 
-    def _wait(self) -> str:
-        """Waits until all rows are stored; returns why they are not."""
-        while self._waiting:
-            if self._failure:
-                return self._failure
-            count = len(self._waiting)
-            self._change.wait(_LONGEST_WAIT_SECONDS)
-            if len(self._waiting) == count and not self._failure:
-                return f"no answer for {_LONGEST_WAIT_SECONDS} seconds"
-        return ""
-
 
 def _silence() -> contextlib.AbstractContextManager[Any]:
     """Returns a context in which nothing is printed: MLflow prints addresses."""
     return contextlib.redirect_stdout(io.StringIO())
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def open_writer(part: writers.Part) -> writers.Writer:
-    """Opens the writer 'mlflow' for a part of a run."""
-    return MlflowRun(part.directory, part.config, part.history, step=part.step)
-
-
 class Mlflow(hooks.Wing):
     """Brings the writer 'mlflow'."""
 
     name = "mlflow"
-    services = types.MappingProxyType(
-        {"mlflow": writers.Service(open_writer, package="mlflow")}
-    )
+    writers = types.MappingProxyType({"mlflow": MlflowRun})

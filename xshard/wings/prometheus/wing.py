@@ -1,13 +1,11 @@
 """A writer whose newest numbers Prometheus scrapes."""
 
-import pathlib
 import re
 import types
-from collections.abc import Callable, Iterator
 from typing import Any
 
 from xshard import errors, hooks
-from xshard.metrics import rows, writer, writers
+from xshard.metrics import rows, writer
 
 # The port by default, that of OpenTelemetry's exporter.
 PORT = 9464
@@ -23,18 +21,11 @@ class Endpoint(writer.Writer):
     The endpoint ends with the run, and so does not show how it ended.
     """
 
-    def __init__(
-        self,
-        directory: pathlib.Path,
-        port: int,
-        history: Callable[[], Iterator[rows.Row]],
-    ):
-        """Opens the port, and shows the numbers of earlier parts of the run.
+    package = "prometheus_client"
 
-        Args:
-          directory: the work directory.
-          port: the port, on all addresses of this host.
-          history: returns the earlier rows.
+    def __init__(self, part: writer.Part):
+        """Opens the port on all addresses of this host, and shows the numbers of
+        earlier parts of the run.
 
         Raises:
           UserError: if the port cannot be opened.
@@ -43,9 +34,10 @@ class Endpoint(writer.Writer):
         import prometheus_client
 
         self._client = prometheus_client
-        self._run = directory.name
+        self._run = part.directory.name
         self._registry = prometheus_client.CollectorRegistry()
         self._gauges: dict[str, Any] = {}
+        port = part.config.get("prometheus", {}).get("port", PORT)
         try:
             self._server, self._thread = prometheus_client.start_http_server(
                 port, registry=self._registry
@@ -56,19 +48,23 @@ class Endpoint(writer.Writer):
                 "another run may serve its numbers there. Set another "
                 "--config.prometheus.port."
             ) from e
-        for row in history():
+        for row in part.rows():
             self.write(row)
 
     def write(self, row: rows.Row, /) -> None:
         """Shows the numbers of a row."""
+        if not rows.has_numbers(row):
+            return
         for name, value in row.items():
             if name == "step" and rows.kind(row) != rows.TRAIN:
                 continue
             if isinstance(value, list):
-                for group, of_group in enumerate(value):
-                    self._set(name, str(group), of_group)
-            elif value is None or isinstance(value, int | float):
-                self._set(name, "", value)
+                numbers = {str(group): x for group, x in enumerate(value)}
+            else:
+                numbers = {"": value}
+            for group, number in numbers.items():
+                if number is None or isinstance(number, int | float):
+                    self._set(name, group, number)
 
     def _set(self, name: str, group: str, value: float | None) -> None:
         if name not in self._gauges:
@@ -96,16 +92,8 @@ class Endpoint(writer.Writer):
         self._thread.join()
 
 
-def open_writer(part: writers.Part) -> writers.Writer:
-    """Opens the writer 'prometheus' for a part of a run."""
-    options = part.config.get("prometheus", {})
-    return Endpoint(part.directory, options.get("port", PORT), part.history)
-
-
 class Prometheus(hooks.Wing):
     """Brings the writer 'prometheus'."""
 
     name = "prometheus"
-    services = types.MappingProxyType(
-        {"prometheus": writers.Service(open_writer, package="prometheus_client")}
-    )
+    writers = types.MappingProxyType({"prometheus": Endpoint})

@@ -63,7 +63,7 @@ class Samples(hooks.Wing):
             named = self._named(functools.partial(self._run.predict, state))
             row = samples.row(self._where(), step, named)
         if named:
-            self._run.log.write_samples(row)
+            self._run.log.write(row)
         return samples.text(named)
 
     def _named(self, predict: Callable[..., Any]) -> dict[str, Any]:

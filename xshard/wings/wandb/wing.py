@@ -2,14 +2,12 @@
 
 import html
 import math
-import pathlib
 import secrets
 import types
-from collections.abc import Callable, Iterator
 from typing import Any
 
 from xshard import errors, hooks, samples
-from xshard.metrics import norms, rows, sent_rows, writer, writers
+from xshard.metrics import norms, rows, sent_rows, writer
 
 # The largest width of an enlarged small image, in screen pixels.
 _WIDTH = 480
@@ -28,20 +26,13 @@ class WandbRun(writer.Writer):
     share one.
     """
 
-    def __init__(
-        self,
-        directory: pathlib.Path,
-        config: dict[str, Any],
-        history: Callable[[], Iterator[rows.Row]],
-    ):
+    package = "wandb"
+
+    def __init__(self, part: writer.Part):
         """Starts or resumes the wandb run, and sends the rows that it lacks.
 
-        Args:
-          directory: the work directory. Its `wandb/xshard.json` keeps the ID of the
-            wandb run, and the last row known to be sent, or on disk if wandb is
-            offline.
-          config: the run's config, for wandb to show.
-          history: returns the earlier rows, of numbers, of norms and of samples.
+        The file `wandb/xshard.json` of the work directory keeps the ID of the wandb
+        run, and the last row known to be sent, or on disk if wandb is offline.
 
         Raises:
           ValueError: if Weights & Biases cannot be reached, or has no key.
@@ -50,14 +41,14 @@ class WandbRun(writer.Writer):
         # installed.
         import wandb
 
-        self._sent = sent_rows.SentRows(directory / "wandb" / "xshard.json")
+        self._sent = sent_rows.SentRows(part.directory / "wandb" / "xshard.json")
         self._sent.id = self._sent.id or secrets.token_hex(4)
         try:
             self._run = wandb.init(
-                dir=str(directory),
+                dir=str(part.directory),
                 id=self._sent.id,
-                name=directory.name,
-                config=config,
+                name=part.directory.name,
+                config=part.config,
                 resume="allow",
                 # wandb must not capture the output: it goes to the process's log and
                 # the progress line.
@@ -75,40 +66,31 @@ class WandbRun(writer.Writer):
         self._numbers: set[str] = set()
         # Without one, the wandb run ends as if wandb itself ended it.
         self._outcome: writer.Outcome | None = None
-        for row in history():
+        for row in part.everything():
             self.write(row)
 
     def write(self, row: rows.Row, /) -> None:
-        """Sends a row of numbers, of norms or of samples, unless it has been sent."""
-        is_of_numbers = not norms.is_row(row) and not samples.is_row(row)
-        if is_of_numbers:
+        """Sends a row, unless it has been sent."""
+        kind = rows.kind(row)
+        if rows.has_numbers(row):
             self._numbers |= rows.numbers(row).keys()
         if not self._sent.is_new(row):
             return
-        if norms.is_row(row):
-            self._write_norms(row)
-            return
         values: dict[str, Any] = {}
-        if samples.is_row(row):
+        if kind == rows.SAMPLES:
             for name, item in samples.items(row).items():
                 # Under the same name it would replace the number of the step.
                 if name in self._numbers:
                     name = f"samples/{name}"
                 values[name] = self._sample(item)
+        elif kind == rows.NORMS:
+            for name, value in rows.flat(norms.by_name(row)).items():
+                if math.isfinite(value):
+                    values[name] = value
         else:
             for name, value in rows.flat(rows.numbers(row)).items():
                 if value is not None:
                     values[name] = value
-        self._run.log(values, step=row["step"])
-
-    write_samples = write
-    write_norms = write
-
-    def _write_norms(self, row: rows.Row) -> None:
-        values = {}
-        for name, value in rows.flat(norms.by_name(row)).items():
-            if math.isfinite(value):
-                values[name] = value
         self._run.log(values, step=row["step"])
 
     def _sample(self, item: samples.Item) -> Any:
@@ -143,15 +125,8 @@ class WandbRun(writer.Writer):
         self._sent.record()
 
 
-def open_writer(part: writers.Part) -> writers.Writer:
-    """Opens the writer 'wandb' for a part of a run."""
-    return WandbRun(part.directory, part.config, part.everything)
-
-
 class Wandb(hooks.Wing):
     """Brings the writer 'wandb'."""
 
     name = "wandb"
-    services = types.MappingProxyType(
-        {"wandb": writers.Service(open_writer, package="wandb")}
-    )
+    writers = types.MappingProxyType({"wandb": WandbRun})
