@@ -392,7 +392,7 @@ BUDGETS = {
     # whatever stdout can show.
     "tokens of xshard/base": 8_300,
     # The weights of others are converted here, in place of rules read from a file.
-    "tokens of xshard/checkpoint": 31_200,
+    "tokens of xshard/checkpoint": 30_400,
     "tokens of xshard/data": 11_400,
     "tokens of xshard/dryrun": 9_700,
     "tokens of xshard/export": 2_900,

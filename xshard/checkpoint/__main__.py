@@ -212,13 +212,16 @@ def diff(directory: str, first: str, second: str | None) -> Rows:
 
 def pin(directory: str, step: int) -> Rows:
     """Pins a step, so that no retention rule deletes it."""
-    format_lib.pin(format_lib.find(_open(directory), step))
+    attempt = format_lib.find(_open(directory), step)
+    if format_lib.PINNED not in attempt.marks:
+        attempt.store.create(attempt.prefix + format_lib.PINNED, b"")
     return [{"pinned": step}]
 
 
 def unpin(directory: str, step: int) -> Rows:
     """Unpins a step, so that the retention rules apply to it again."""
-    format_lib.unpin(format_lib.find(_open(directory), step))
+    attempt = format_lib.find(_open(directory), step)
+    attempt.store.delete(attempt.prefix + format_lib.PINNED)
     return [{"unpinned": step}]
 
 

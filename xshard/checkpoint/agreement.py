@@ -251,22 +251,19 @@ def _check_same_files(
     """
     if channel.count == 1:
         return
-    (first_host, first_digest), *others = _texts_by_host(
-        channel, lambda: _digest(attempt)
-    )
-    for host, digest in others:
-        if digest != first_digest:
+
+    def digest() -> str:
+        names = attempt.store.names(attempt.prefix)
+        checksum = format_lib.checksum(json.dumps(names).encode())
+        return f"{len(names)} files ({checksum[:8]})"
+
+    (first_host, first_digest), *others = _texts_by_host(channel, digest)
+    for host, other_digest in others:
+        if other_digest != first_digest:
             raise store_lib.CheckpointError(
-                f"{damage} But {host} sees {digest}, and {first_host} sees "
+                f"{damage} But {host} sees {other_digest}, and {first_host} sees "
                 f"{first_digest}. {_FIX}"
             )
-
-
-def _digest(attempt: format_lib.SaveAttempt) -> str:
-    """Summarizes the names of a checkpoint's files."""
-    names = attempt.store.names(attempt.prefix)
-    checksum = format_lib.checksum(json.dumps(names).encode())
-    return f"{len(names)} files ({checksum[:8]})"
 
 
 def _texts_by_host(

@@ -148,7 +148,14 @@ def _finish(attempt: format_lib.SaveAttempt, read: _Read) -> np.ndarray:
     try:
         read.wait()
     except (ValueError, OSError) as e:
-        raise _classified(e, f"'{read.part.path}' in {attempt}") from e
+        what = f"'{read.part.path}' in {attempt}"
+        if _is_damage(e):
+            raise format_lib.DamagedError(
+                f"{what} is not what was written: {store_lib.reason(e)}."
+            ) from e
+        raise format_lib.UnreadableError(
+            f"{what} cannot be read: {store_lib.reason(e)}."
+        ) from e
     return read.out
 
 
@@ -212,20 +219,10 @@ def _copy_overlap(
     out[tuple(to_out)] = chunk[tuple(from_chunk)]
 
 
-def _classified(
-    e: Exception, what: str
-) -> format_lib.DamagedError | format_lib.UnreadableError:
-    """Returns a read error as damage (wrong or missing content) or as unreadable (an
-    error of the disk).
-    """
-    if _is_damage(e):
-        return format_lib.DamagedError(
-            f"{what} is not what was written: {store_lib.reason(e)}."
-        )
-    return format_lib.UnreadableError(f"{what} cannot be read: {store_lib.reason(e)}.")
-
-
 def _is_damage(e: Exception) -> bool:
+    """Returns whether a failed read shows wrong or missing content, and no error of the
+    disk.
+    """
     if isinstance(e, OSError):
         return False
     # Tensorstore's errors are ValueErrors that begin with a status. One of the disk

@@ -32,7 +32,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import pathlib
 import re
 import time
 from collections.abc import Callable
@@ -264,42 +263,14 @@ def choose(
     if others:
         message += f"; incomplete or marked as damaged: {sorted(others)}"
     elif not steps and store.path is not None:
-        message += f"; {_without_checkpoints(store.path)}"
+        names = [entry.name for entry in disk.entries(store.path) or ()]
+        if names:
+            message += f"; it holds {formatting.listed(names, _SHOWN)}"
+        elif store.path.is_dir():
+            message += "; it is empty"
+        else:
+            message += "; there is no such folder"
     raise CheckpointError(f"{message}.")
-
-
-def _without_checkpoints(path: pathlib.Path) -> str:
-    """Says what is at the path of a folder that has no checkpoints."""
-    names = [entry.name for entry in disk.entries(path) or ()]
-    if not names:
-        return "it is empty" if path.is_dir() else "there is no such folder"
-    return f"it holds {formatting.listed(names, _SHOWN)}"
-
-
-def pin(attempt: SaveAttempt) -> bool:
-    """Pins a checkpoint, so that no retention rule deletes it.
-
-    Returns:
-      False if it was pinned already.
-    """
-    if PINNED in attempt.marks:
-        return False
-    attempt.store.create(attempt.prefix + PINNED, b"")
-    return True
-
-
-def unpin(attempt: SaveAttempt) -> None:
-    """Unpins a checkpoint, so that the retention rules apply to it again."""
-    attempt.store.delete(attempt.prefix + PINNED)
-
-
-def note_removed(attempt: SaveAttempt, changes: Changes) -> None:
-    """Records that a person deletes a checkpoint, which permits its run to resume from
-    an earlier one.
-    """
-    note = {"removed": time.strftime("%Y-%m-%d %H:%M:%S")}
-    if attempt.store.read(REMOVED + attempt.folder) is None:
-        changes.create(REMOVED + attempt.folder, to_json(note))
 
 
 def is_removed(store: store_lib.Store, folder: str) -> bool:
@@ -514,16 +485,24 @@ def checksum(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def check(value: Any, kind: Any = Any) -> None:
-    """Raises ValueError unless a checkpoint can hold a value, and gives it back.
+def check(what: str, value: Any, kind: Any = Any) -> None:
+    """Raises CheckpointError unless a checkpoint can hold a value, and gives it back.
 
     Args:
+      what: names the value, for the message.
       value: the value.
       kind: its type, as for `jsonfile.parse`.
     """
-    # As deep as a checkpoint has the data of each process.
-    _encoded([[value]])
-    jsonfile.parse(value, kind)
+    try:
+        # As deep as a checkpoint has the data of each process.
+        _encoded([[value]])
+        jsonfile.parse(value, kind)
+    except (TypeError, ValueError) as e:
+        raise CheckpointError(
+            f"The {what} must be JSON-serializable: {str(e).rstrip('.')}. It may have "
+            "texts, numbers, True, False, None, lists, and dictionaries with texts as "
+            "keys; metrics are numbers by name."
+        ) from e
 
 
 def check_step(step: Any) -> int:

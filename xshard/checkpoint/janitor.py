@@ -337,7 +337,10 @@ def remove(
         changes = attempt.store
     if by_hand:
         try:
-            format_lib.note_removed(attempt, changes)
+            name = format_lib.REMOVED + attempt.folder
+            note = {"removed": time.strftime("%Y-%m-%d %H:%M:%S")}
+            if not format_lib.is_removed(attempt.store, attempt.folder):
+                changes.create(name, format_lib.to_json(note))
         except format_lib.CheckpointError as e:
             # A run needs the note of its newest checkpoint only. A full disk, which has
             # no room for a note, must let older ones be deleted.

@@ -249,9 +249,9 @@ class Manager(listing_lib.Listing):
             learned of that failure earlier.
         """
         step = format_lib.check_step(step)
-        _check(f"metadata of step {step}", metadata or {}, dict[str, Any])
-        _check(f"data of step {step}", data, Any)
-        _check(f"metrics of step {step}", metrics or {}, dict[str, float])
+        format_lib.check(f"metadata of step {step}", metadata or {}, dict[str, Any])
+        format_lib.check(f"data of step {step}", data)
+        format_lib.check(f"metrics of step {step}", metrics or {}, dict[str, float])
         leaves = leaves_lib.of(state)
         copies: dict[str, int] = {}
         if self._writing.count > 1:
@@ -439,7 +439,7 @@ class Manager(listing_lib.Listing):
           CheckpointError: on all processes, if the step has no checkpoint, or the
             metrics cannot be written.
         """
-        _check(f"metrics of step {step}", metrics, dict[str, float])
+        format_lib.check(f"metrics of step {step}", metrics, dict[str, float])
         # The step may be the one whose save is still under way.
         self.wait()
 
@@ -557,15 +557,3 @@ def _wait_at_exit() -> None:
             manager._finish_save()
         except store_lib.CheckpointError as e:
             print(f"NOT SAVED: {e}", file=sys.stderr)
-
-
-def _check(what: str, value: Any, kind: Any) -> None:
-    """Raises CheckpointError unless a checkpoint can hold a value of a type."""
-    try:
-        format_lib.check(value, kind)
-    except (TypeError, ValueError) as e:
-        raise store_lib.CheckpointError(
-            f"The {what} must be JSON-serializable: {str(e).rstrip('.')}. It may have "
-            "texts, numbers, True, False, None, lists, and dictionaries with texts as "
-            "keys; metrics are numbers by name."
-        ) from e

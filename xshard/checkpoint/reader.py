@@ -277,7 +277,7 @@ def read_arrays(
     for array, part, value in zip(arrays, parts, values, strict=True):
         array.parts[part.index] = value
         progress.add(value.nbytes)
-        if array.is_complete:
+        if len(array.parts) == len(array.indices):
             complete.append(array)
         # Placed arrays leave the host's memory, so at most these few are in it.
         if len(complete) >= _PLACED_AT_ONCE:
@@ -313,11 +313,6 @@ class _LocalShards:
         # A part that several devices need is read once.
         self.indices = list(dict.fromkeys(index for _, index in self._shards))
         self.parts: dict[arrays_lib.Index, np.ndarray] = {}
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all parts have been read."""
-        return len(self.parts) == len(self.indices)
 
     def on_host(self) -> list[np.ndarray]:
         """Returns the shard of each of `places`, or the whole array."""

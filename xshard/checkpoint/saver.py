@@ -151,7 +151,10 @@ class Saver:
         # 3. All processes have the same reports, so all of them decide alike, and all
         # of them raise, or none.
         failures = _failures(reports)
-        nonfinite = self._nonfinite(reports)
+        paths: set[str] = set()
+        for each in reports:
+            paths.update(each["nonfinite"])
+        nonfinite = self._finite.first(paths)
         is_refused = bool(nonfinite) and self._finite.refuse
         if failures or is_refused:
             agreement.on_process_0(
@@ -163,7 +166,8 @@ class Saver:
 
         # 4. Process 0 completes the checkpoint. All processes raise its error.
         agreement.on_process_0(
-            self._channel, lambda: self._commit(attempt, request, plan, reports)
+            self._channel,
+            lambda: self._commit(attempt, request, plan, reports, nonfinite),
         )
         return []
 
@@ -204,19 +208,13 @@ class Saver:
         report["nonfinite"] = self._finite.first(nonfinite)
         return report
 
-    def _nonfinite(self, reports: list[dict[str, Any]]) -> list[str]:
-        """Lists arrays that are not finite in some process's chunks, by path."""
-        paths: set[str] = set()
-        for report in reports:
-            paths.update(report["nonfinite"])
-        return self._finite.first(paths)
-
     def _commit(
         self,
         attempt: format_lib.SaveAttempt,
         request: Request,
         plan: leaves_lib.Plan,
         reports: list[dict[str, Any]],
+        nonfinite: list[str],
     ) -> None:
         """Makes an attempt count that all processes have written; on process 0.
 
@@ -225,8 +223,8 @@ class Saver:
           request: the step.
           plan: how the arrays are stored.
           reports: what each process returned from `_write_chunks`, and its "data".
+          nonfinite: the paths of checked arrays that are not finite.
         """
-        nonfinite = self._nonfinite(reports)
         nbytes = sum(plan.loads)
         lock = self._janitor.locked()
         try:
