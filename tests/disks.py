@@ -32,7 +32,6 @@ from tests.checkpoint import harness as checkpoint_harness
 from tests.faults import lacking_disk
 from tests.launch import harness
 from xshard.checkpoint import __main__ as tool
-from xshard.checkpoint import lock
 from xshard.files import claim
 
 STEPS = 12
@@ -404,9 +403,8 @@ def _wait_for(folder):
 
 def _train(user, umask, arguments):
     """Is `python -m xshard.main` as a user, with short watches of leases."""
-    for module in (lock, claim):
-        module.RENEW_SECONDS = 0.2
-        module.WATCH_SECONDS = 4.0
+    claim.RENEW_SECONDS = 0.2
+    claim.WATCH_SECONDS = 4.0
     os.umask(umask)
     if user != os.geteuid():
         _become(user)

@@ -15,10 +15,10 @@ from tests import rows, toy
 from tests.checkpoint import harness
 from xshard import checkpoint, errors, loop
 from xshard.checkpoint import __main__ as tool
-from xshard.checkpoint import array_reader, arrays
+from xshard.checkpoint import array_reader, arrays, lock
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import store as store_lib
-from xshard.files import claim, disk, sources, workdir
+from xshard.files import disk, sources, workdir
 from xshard.modes import continuous_eval
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -402,18 +402,18 @@ def stored_chunk(attempt):
 def test_rows_are_on_the_disk_before_their_checkpoint_counts(tmp_path, monkeypatch):
     order = []
     real_sync = disk.sync
-    real_create = claim.Claim.create
+    real_create = lock.Lock.create
 
     def sync(path):
         real_sync(path)
         order.append(os.path.basename(path))
 
-    def create(held, path, content):
-        real_create(held, path, content)
-        order.append(path.name)
+    def create(held, name, content):
+        real_create(held, name, content)
+        order.append(os.path.basename(name))
 
     monkeypatch.setattr(disk, "sync", sync)
-    monkeypatch.setattr(claim.Claim, "create", create)
+    monkeypatch.setattr(lock.Lock, "create", create)
     assert loop.run(make_config(steps=5), str(tmp_path / "run"), "") == 0
     commit = order.index("COMMIT")
     for name in ("metrics.jsonl", "metrics.csv", "run"):

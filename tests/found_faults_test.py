@@ -2875,59 +2875,75 @@ def test_15_a_lease_takes_the_place_of_flock(tmp_path):
 def disks_without_flock(monkeypatch):
     monkeypatch.setattr(fcntl, "flock", suspended.lacks_flock)
     monkeypatch.setattr(claim, "RENEW_SECONDS", 0.05)
-
-
-def _disks_claim(folder, **options):
-    return claim.Claim(folder, renew_seconds=0.05, watch_seconds=0.5, **options)
+    monkeypatch.setattr(claim, "WATCH_SECONDS", 0.5)
 
 
 def test_15_a_lease_is_refused_to_a_second_run_and_passes_on_after_a_kill(
-    tmp_path, disks_without_flock
+    tmp_path, monkeypatch, disks_without_flock
 ):
     said = []
-    first = _disks_claim(tmp_path)
-    with pytest.raises(claim.InUseError, match=r"in use by another process \(process "):
+    first = claim.Claim(tmp_path)
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(errors.UserError, match=r"in use by another process \(process "),
+    ):
         # Far longer than the first one needs to show that it lives.
-        claim.Claim(
-            tmp_path, renew_seconds=0.05, watch_seconds=checkpoint_harness.FOREVER
-        )
+        patch.setattr(claim, "WATCH_SECONDS", checkpoint_harness.FOREVER)
+        claim.Claim(tmp_path)
     first.check()
     # As if it had been killed, or suspended.
-    first._held.ended.set()
-    second = _disks_claim(tmp_path, say=said.append)
+    first._ended.set()
+    first._thread.join()
+    second = claim.Claim(tmp_path, said.append)
     assert len(said) == 1 and "watching for 0.5 s whether that process" in said[0]
-    with pytest.raises(claim.LostError, match="no longer holds .* holds it"):
-        first.check()
-    late = tmp_path / "late"
-    for act in (first.create, first.replace):
-        with pytest.raises(claim.LostError):
-            act(late, b"late")
-    second.create(late, b"in time")
-    second.create(tmp_path / "removed" / "note", b"")
-    second.delete(tmp_path / "removed" / "note")
-    (tmp_path / "removed").rmdir()
-    with pytest.raises(claim.LostError):
-        first.delete(late)
-    assert late.read_bytes() == b"in time"
+    # Nor does a sign of life that comes late take it back.
+    for act in (first.check, first._write):
+        with pytest.raises(claim.LostError, match="no longer holds .* holds it"):
+            act()
     # The end of the first one takes nothing from the second.
     first.release()
     second.check()
-    second.delete(late)
+    second.release()
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
+def test_15_what_a_lock_makes_late_is_refused(
+    tmp_path, monkeypatch, disks_without_flock
+):
+    store = store_lib.Store(tmp_path)
+    first = lock.Lock(store, print)
+    first._lease._ended.set()
+    first._lease._thread.join()
+    second = lock.Lock(store, print)
+    with pytest.raises(lock.LostError):
+        first.create("late", b"late")
+    second.create("late", b"in time")
+    second.create("late", b"in time")
+    with pytest.raises(store_lib.CheckpointError, match="already exists with other"):
+        second.create("late", b"another")
+    for act in (lambda: first.delete("late"), lambda: first.announce(["late"])):
+        with pytest.raises(lock.LostError):
+            act()
+    assert (tmp_path / "late").read_bytes() == b"in time"
+    first.release()
+    second.delete("late")
     second.release()
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
 def test_15_of_several_that_take_a_claim_over_one_succeeds(
-    tmp_path, disks_without_flock
+    tmp_path, monkeypatch, disks_without_flock
 ):
-    last = _disks_claim(tmp_path)
-    last._held.ended.set()
+    # Longer than eight threads need to write.
+    monkeypatch.setattr(claim, "RENEW_SECONDS", 1.0)
+    last = claim.Claim(tmp_path)
+    last._ended.set()
     outcomes = []
 
     def take():
         try:
-            outcomes.append(_disks_claim(tmp_path))
-        except claim.InUseError as e:
+            outcomes.append(claim.Claim(tmp_path))
+        except errors.UserError as e:
             outcomes.append(e)
 
     threads = [threading.Thread(target=take) for _ in range(8)]
@@ -3004,8 +3020,8 @@ def test_17_what_is_no_lease_on_a_bucket_is_named(gcs, tmp_path):
 
 
 def test_17_the_lease_of_an_earlier_version_is_read(gcs, tmp_path, monkeypatch):
-    monkeypatch.setattr(lock, "RENEW_SECONDS", 0.05)
-    monkeypatch.setattr(lock, "WATCH_SECONDS", 0.5)
+    monkeypatch.setattr(claim, "RENEW_SECONDS", 0.05)
+    monkeypatch.setattr(claim, "WATCH_SECONDS", 0.5)
     folder = f"{gcs}{tmp_path.name}"
     store_lib.Store(folder).create(".lock", b'{"owner": "host/0123", "beats": 3}')
     manager = checkpoint_harness.make_manager(folder)
@@ -3013,13 +3029,13 @@ def test_17_the_lease_of_an_earlier_version_is_read(gcs, tmp_path, monkeypatch):
     manager.close()
 
 
-def test_17_what_is_no_holder_of_a_folder_is_named(tmp_path):
-    (tmp_path / ".holder" / "mine").mkdir(parents=True)
+def test_17_a_folder_in_the_place_of_a_note_is_named(tmp_path):
+    (tmp_path / claim.HOLDER / "mine").mkdir(parents=True)
     with pytest.raises(
-        store_lib.CheckpointError, match="mine was not written by a run"
+        store_lib.CheckpointError, match=r"Is a directory \(.*\.holder\.json\)"
     ):
         checkpoint_harness.make_manager(tmp_path).acquire()
-    assert (tmp_path / ".holder" / "mine").is_dir()
+    assert (tmp_path / claim.HOLDER / "mine").is_dir()
 
 
 def test_23_files_that_several_write_at_a_time_are_whole(tmp_path):

@@ -129,7 +129,7 @@ def test_the_page_lists_the_flags_of_each_program_and_no_others():
 def test_the_page_lists_the_files_of_a_run_and_no_others(tmp_path):
     layout = re.findall(r"^(\.?\w\S*(?:, \S+)?)  +\S", workdir.__doc__, re.M)
     names = [name for names in layout for name in names.split(", ")]
-    assert "config.json" in names and ".holder/" in names
+    assert "config.json" in names and ".holder.json" in names
     assert listed("Files of a work directory") == sorted(names)
     assert loop.run(toy.get_config().lock(), str(tmp_path), "") == exit_codes.DONE
     written = {path.name + "/" * path.is_dir() for path in tmp_path.iterdir()}

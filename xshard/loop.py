@@ -350,10 +350,9 @@ class Run:
         """
 
         def holder() -> str:
-            folder = claim_lib.holder_folder(self.workdir.path)
-            return folder.name if folder is not None else ""
+            return claim_lib.holder(self.workdir.path)
 
-        # The name is new in each start, so a copy of the directory has another.
+        # It is new in each start, so a copy of the directory has another.
         claimed = self.channel.on_process_0(holder)
         return all(self.channel.gather(holder() == claimed != ""))
 

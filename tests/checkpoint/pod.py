@@ -14,10 +14,10 @@ import numpy as np
 from tests import forks
 from tests.checkpoint import harness
 from xshard import checkpoint, mesh
-from xshard.checkpoint import agreement, leaves, lock
+from xshard.checkpoint import agreement, leaves
 from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import format as format_lib
-from xshard.files import buckets
+from xshard.files import buckets, claim
 
 DEVICES = 2
 # Divisible by the number of devices of every pod of 1 to 4 processes.
@@ -144,8 +144,8 @@ def run(task, index):
     arrays_lib.LARGE_BYTES = 8 << 10
     # These times are short because a pod waits for the lease of a killed one, and
     # before each retry of a request.
-    lock.RENEW_SECONDS = 0.1
-    lock.WATCH_SECONDS = 0.5
+    claim.RENEW_SECONDS = 0.1
+    claim.WATCH_SECONDS = 0.5
     buckets.RETRIES.update(initial_delay="1ms", max_delay="20ms")
     folder = task.folder
     if task.action == "restore without a disk":

@@ -5,9 +5,9 @@ import errno
 import fcntl
 import json
 import os
-import pathlib
 import signal
 import threading
+import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +19,8 @@ from tests.launch import harness as launch_harness
 from xshard import cli, loop
 from xshard.checkpoint import lock
 from xshard.checkpoint import store as store_lib
-from xshard.files import claim
+from xshard.files import claim, workdir
+from xshard.metrics import writers
 
 
 def stop_before(monkeypatch, owner, name, is_act):
@@ -45,23 +46,20 @@ def lacks_flock(*_):
 def save(folder, steps, suspended_at, has_flock):
     """Saves some steps; is suspended before one act of the last of them."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(lock, "RENEW_SECONDS", 0.05)
-    patch.setattr(lock, "WATCH_SECONDS", 0.3)
+    patch.setattr(claim, "RENEW_SECONDS", 0.05)
+    patch.setattr(claim, "WATCH_SECONDS", 0.3)
     if not has_flock:
         patch.setattr(fcntl, "flock", lacks_flock)
     manager = harness.make_manager(folder, keep_last=1)
     for step in steps:
         if step == steps[-1]:
-            # On a disk, the acts are operations of the system; on a bucket, requests.
-            is_commit = lambda *args: str(args[-1]).endswith("COMMIT")
             is_of_commit = lambda *args: "COMMIT" in str(args)
             is_first = lambda *args: "step_00000002" in str(args)
             is_old = lambda *args: is_of_commit(*args) and is_first(*args)
             if suspended_at == "commit":
-                stop_before(patch, os, "link", is_commit)
+                stop_before(patch, store_lib.Disk, "write", is_of_commit)
                 stop_before(patch, store_lib.Store, "create", is_of_commit)
             if suspended_at == "retention":
-                stop_before(patch, pathlib.Path, "replace", is_old)
                 stop_before(patch, store_lib.Store, "delete", is_old)
             if suspended_at == "what is dead":
                 # It was begun by a process that was killed.
@@ -129,32 +127,32 @@ def check_store(request, tmp_path, place, instant):
 
 
 def train(folder, suspended_at):
-    """Trains the toy; is suspended between a question for the claim and the act."""
+    """Trains the toy; is suspended before an act: of a row, after it has asked whether
+    it holds the claim.
+    """
     patch = pytest.MonkeyPatch()
     patch.setattr(fcntl, "flock", lacks_flock)
-    for module in (lock, claim):
-        patch.setattr(module, "RENEW_SECONDS", 0.05)
-        patch.setattr(module, "WATCH_SECONDS", 0.5)
+    patch.setattr(claim, "RENEW_SECONDS", 0.05)
+    patch.setattr(claim, "WATCH_SECONDS", 0.5)
     if suspended_at == "a row":
-        check = claim.Claim.check
+        append = writers.JsonLines._append
         counts = collections.Counter()
 
-        def checked(self):
-            check(self)
-            if self is current.workdir.claim:
-                counts["checks"] += 1
-                # For each row there is one before all writers, and one of each file.
-                # This is that of metrics.jsonl for the evaluation of step 6.
-                if counts["checks"] == 5:
-                    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+        def appended(self, line):
+            counts["rows"] += 1
+            # The evaluation of step 6.
+            if counts["rows"] == 2:
+                patch.setattr(self, "_claim", types.SimpleNamespace(check=checked))
+            append(self, line)
 
-        patch.setattr(claim.Claim, "check", checked)
-    if suspended_at == "reached.json":
-        is_it = lambda _, path: path.name == "reached.json"
-        stop_before(patch, pathlib.Path, "replace", is_it)
-    if suspended_at == "results.json":
-        is_it = lambda _, path: path.name == "results.json"
-        stop_before(patch, pathlib.Path, "replace", is_it)
+        def checked():
+            current.workdir.claim.check()
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+
+        patch.setattr(writers.JsonLines, "_append", appended)
+    if suspended_at in ("reached.json", "results.json"):
+        is_it = lambda _, path, *values: path.name == suspended_at
+        stop_before(patch, workdir.Workdir, "write", is_it)
     current = loop.Run(toy.get_config().lock(), folder)
 
     def program():

@@ -24,8 +24,6 @@ _CALLS = 1 << 15
 _RANDOM_NAMES = (
     (re.compile(r"(step_\d+)\.[0-9a-f]{8}"), r"\1.*"),
     (re.compile(r"/d/[0-9a-f]{32}"), "/d/*"),
-    (re.compile(r"/\.holder([./])[0-9a-f]{16}"), r"/.holder\1*"),
-    (re.compile(r"/\.holder/\*/[0-9a-f]{16}"), "/.holder/*/*"),
     (re.compile(r"tfevents\.\d+\.[^/]*\.(\d+)"), r"tfevents.*.\1"),
 )
 

@@ -200,7 +200,7 @@ directory = workdir.Workdir(sys.argv[1])
 config = toy.get_config().lock()
 begin, ready = os.pipe()
 with directory.opened(config):
-    held = lock.FileLock(checkpoint.Store(directory.path / "checkpoints"))
+    held = lock.Lock(checkpoint.Store(directory.path / "checkpoints"), print)
     if not (child := os.fork()):
         os.write(ready, b"x")
         signal.pause()
@@ -208,7 +208,7 @@ with directory.opened(config):
     held.release()
 try:
     with directory.opened(config):
-        lock.FileLock(checkpoint.Store(directory.path / "checkpoints")).release()
+        lock.Lock(checkpoint.Store(directory.path / "checkpoints"), print).release()
     print("taken again")
 finally:
     os.kill(child, signal.SIGKILL)
@@ -315,7 +315,7 @@ def test_the_status_is_written_while_the_run_goes_on(tmp_path, monkeypatch):
 def test_a_successor_replaces_the_status_of_its_predecessor_at_once(tmp_path):
     predecessor = status.Status("another host")
     status.write_texts(tmp_path, [json.dumps(predecessor.row())])
-    held = claim.Claim(tmp_path, renew_seconds=60, watch_seconds=60)
+    held = claim.Claim(tmp_path)
     of_run = members.Members()
     of_run.has_succeeded = True
     watching = watchdog.Watchdog(tmp_path, members=of_run)
@@ -329,14 +329,13 @@ def test_a_successor_replaces_the_status_of_its_predecessor_at_once(tmp_path):
 
 
 def test_a_disk_that_is_away_does_not_end_the_watch(tmp_path, monkeypatch):
-    # The system answers a question for such a name by an error, as for all names on a
-    # disk whose server is away.
-    away = tmp_path / ("x" * 300)
-    monkeypatch.setattr(watchdog.claim, "holder_folder", lambda folder: away)
+    # The system answers a question for a name that is too long by an error, as for all
+    # names on a disk whose server is away.
     watching = watchdog.Watchdog(tmp_path)
     asked = calls_of(monkeypatch, watching, "_may_write")
     with watching:
         watching.publish()
+        monkeypatch.setattr(claim, "HOLDER", "x" * 300)
         harness.wait_until(lambda: len(asked) > 2)
         (tmp_path / "STOP").touch()
         assert poll(watching).kind == request_lib.STOP

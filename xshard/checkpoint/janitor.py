@@ -121,11 +121,11 @@ class Janitor:
         """
         lock = self._lock
         if lock is None:
-            lock = lock_lib.acquire(self._store, self._log)
+            lock = lock_lib.Lock(self._store, self._log)
             try:
                 _settle(self._store, lock)
             except BaseException:
-                lock.leave()
+                lock.release(is_settled=False)
                 raise
             self._lock = lock
         if self._owner is not None:
@@ -340,7 +340,7 @@ def remove(
             name = format_lib.REMOVED + attempt.folder
             note = {"removed": time.strftime("%Y-%m-%d %H:%M:%S")}
             if not format_lib.is_removed(attempt.store, attempt.folder):
-                changes.create(name, format_lib.to_json(note))
+                attempt.store.create(name, format_lib.to_json(note))
         except format_lib.CheckpointError as e:
             # A run needs the note of its newest checkpoint only. A full disk, which has
             # no room for a note, must let older ones be deleted.

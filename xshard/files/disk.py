@@ -280,7 +280,7 @@ def _open_temporary(path: pathlib.Path) -> tuple[pathlib.Path, BinaryIO]:
     if file is None and _remove_leftover(first):
         file = _create(first)
     if file is not None:
-        if _is_locked_at(file, first):
+        if _is_locked_at(file, first, where_there_are_none=True):
             return first, file
         file.close()
     while True:
@@ -316,17 +316,24 @@ def _remove_leftover(path: pathlib.Path) -> bool:
     return True
 
 
-def _is_locked_at(file: BinaryIO, path: pathlib.Path) -> bool:
+def _is_locked_at(
+    file: BinaryIO, path: pathlib.Path, *, where_there_are_none: bool = False
+) -> bool:
     """Locks an open file; returns whether that succeeds and the path is still its.
 
     Only the holder of the lock removes the file from its path.
+
+    Args:
+      file: the file.
+      path: its path.
+      where_there_are_none: what to return if the disk has no locks.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return os.path.samestat(os.fstat(file.fileno()), path.lstat())
-    except OSError:
-        # Another process holds it, or the disk has no locks.
-        return False
+    except OSError as e:
+        # Another process holds it, unless the disk has none.
+        return where_there_are_none and e.errno in LACKING | {errno.ENOLCK}
 
 
 @contextlib.contextmanager

@@ -35,8 +35,8 @@ STOP             created by a person; the run saves and stops, and does not star
                  the file is removed
 PROFILE          created by a person, with a number of steps or empty; the run traces
                  its next steps, and removes the file
-.lock, .holder/  the lock of the directory, and the part of it that is the present
-                 holder's; see `xshard.files.claim`
+.lock, .holder.json  the lock of the directory, and who holds it; see
+                 `xshard.files.claim`
 """
 
 import contextlib
@@ -271,16 +271,23 @@ class Workdir:
           UserError: if it cannot be written, or another process has taken the directory
             over. Then the file is that process's, and stays as it is.
         """
-        replace = disk.replace if self.claim is None else self.claim.replace
-        jsonfile.write(path, value, keep_nonfinite=keep_nonfinite, replace=replace)
+        self._check(path)
+        jsonfile.write(path, value, keep_nonfinite=keep_nonfinite)
 
     def delete(self, path: pathlib.Path) -> None:
         """Deletes a file of the directory; raises UserError as `write` does."""
+        self._check(path)
         with disk.writing(path):
-            if self.claim is None:
-                path.unlink()
-            else:
-                self.claim.delete(path)
+            path.unlink(missing_ok=True)
+            disk.sync(path.parent)
+
+    def _check(self, path: pathlib.Path) -> None:
+        """Raises UserError if another process has taken the directory over, before a
+        change of one of its files.
+        """
+        if self.claim is not None:
+            with disk.writing(path):
+                self.claim.check()
 
     @contextlib.contextmanager
     def opened(
@@ -338,19 +345,9 @@ class Workdir:
             lock.
         """
         try:
-            claim = claim_lib.Claim(
-                self.path,
-                renew_seconds=claim_lib.RENEW_SECONDS,
-                watch_seconds=claim_lib.WATCH_SECONDS,
-            )
-        except claim_lib.InUseError as e:
+            claim = claim_lib.Claim(self.path)
+        except errors.UserError as e:
             raise errors.UserError(f"--workdir={e}") from e
-        except OSError as e:
-            raise errors.UserError(
-                f"--workdir={self.path} cannot be written: {e.strerror} ({e.filename})."
-            ) from e
-        except ValueError as e:
-            raise errors.UserError(f"--workdir={self.path} cannot be used: {e}") from e
         self.claim = claim
         try:
             yield

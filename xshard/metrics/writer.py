@@ -170,10 +170,9 @@ class PlainFile(Writer):
     def _replace(self, lines: Iterable[bytes], *, durably: bool) -> None:
         """Replaces the file by one with these lines."""
         if self._claim is not None:
-            context = self._claim.replacing(self._path)
-        else:
-            context = disk.replacing(self._path, durably=durably)
-        with disk.writing(self._path), context as file:
+            self._claim.check()
+        replacing = disk.replacing(self._path, durably=durably)
+        with disk.writing(self._path), replacing as file:
             file.writelines(lines)
 
     def _append(self, line: bytes) -> None:

@@ -111,8 +111,8 @@ class Watchdog:
         )
         # Whether the directory belongs to this run, so that the status may be written.
         self._is_published = False
-        # What exists for as long as the directory belongs to this process.
-        self._holder: pathlib.Path | None = None
+        # Who holds the directory while it is this process's.
+        self._holder = ""
         # What the talking thread also does in each tick.
         self._in_each_tick: list[Callable[[], None]] = []
         # When the next exchange with the other processes is due.
@@ -195,7 +195,7 @@ class Watchdog:
             # Whoever leads after another one goes on with the same attempt.
             if not self._members.has_succeeded:
                 attempts.preserve_previous(self._directory)
-            self._holder = claim.holder_folder(self._directory)
+            self._holder = claim.holder(self._directory)
         self._is_published = True
         if self._members.has_succeeded:
             # While the directory is known to be this process's. It may end before the
@@ -497,10 +497,10 @@ class Watchdog:
         not that of a process which has taken the directory over.
         """
         # A disk that is away answers by an error, which must not end this watch.
-        if self._holder is None or os.path.exists(self._holder):
-            return True
-        # The run has ended and freed the directory, or lost it.
         with contextlib.suppress(OSError, ValueError):
+            if claim.holder(self._directory) == self._holder:
+                return True
+            # The run has ended and freed the directory, or lost it.
             for row in status.read_if_exists(self._directory) or ():
                 own = self._status.row()
                 return (row["host"], row["pid"]) == (own["host"], own["pid"])
