@@ -96,15 +96,22 @@ class Groups(NamedTuple):
         """
         return self.stored != self.wanted and path not in self.without
 
-    def group_of(self, path: str) -> int | None:
-        """Returns the group to select of a stored array; None for the whole array."""
-        if self.differ(path) and self.stored:
-            return self.chosen
-        return None
-
-    def repeats(self, path: str) -> bool:
-        """Returns whether to repeat what is stored for each group of the state."""
-        return self.differ(path) and self.wanted > 0
+    def target(
+        self, path: str, meta: arrays_lib.ArrayMeta, leaf: leaves_lib.Leaf
+    ) -> ArrayTarget:
+        """Returns how to create a leaf of the state from a stored array."""
+        sharding = getattr(leaf.value, "sharding", None)
+        if sharding is None and isinstance(leaf.value, jax.ShapeDtypeStruct):
+            sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        differ = self.differ(path)
+        return ArrayTarget(
+            path=path,
+            meta=meta,
+            shape=tuple(leaf.data.shape),
+            sharding=sharding,
+            group=self.chosen if differ and self.stored else None,
+            repeat=differ and self.wanted > 0,
+        )
 
     def stored_shape(self, path: str, shape: arrays_lib.Shape) -> arrays_lib.Shape:
         """Returns the shape in the checkpoint that fits a shape in the state."""
@@ -206,20 +213,12 @@ def restore(
     for path, leaf in leaves.items():
         dtype = arrays_lib.dtype_of(stored[path].dtype)
         is_narrowed = jax.dtypes.canonicalize_dtype(dtype) != dtype
-        sharding = sharding_of(leaf.value)
-        if is_narrowed and sharding is not None:
+        target_of_leaf = groups.target(path, stored[path], leaf)
+        if is_narrowed and target_of_leaf.sharding is not None:
             raise format_lib.CheckpointError(
                 f"'{path}' is {dtype}, which JAX holds only with jax_enable_x64: set "
                 "it, or give an array of NumPy in its place."
             )
-        target_of_leaf = ArrayTarget(
-            path=path,
-            meta=stored[path],
-            shape=wanted[path].shape,
-            sharding=sharding,
-            group=groups.group_of(path),
-            repeat=groups.repeats(path),
-        )
         targets.append(target_of_leaf)
     arrays: list[Any] = read_arrays(attempt, targets, say, budget_bytes)
     for i, leaf in enumerate(leaves.values()):
@@ -234,16 +233,6 @@ def restore(
         folder=attempt.folder,
         shapes=shapes,
     )
-
-
-def sharding_of(leaf: Any) -> Any:
-    """Returns the sharding that a leaf like this one is restored with; None for one of
-    NumPy's, which is restored to the host.
-    """
-    sharding = getattr(leaf, "sharding", None)
-    if sharding is None and isinstance(leaf, jax.ShapeDtypeStruct):
-        return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return sharding
 
 
 def read_arrays(

@@ -437,8 +437,7 @@ def _targets(
         if path in from_config:
             continue
         stored = offer.metas.get(path)
-        wanted = leaves[path].describe()
-        problem = _problem(path, stored, wanted, groups)
+        problem = _problem(path, stored, leaves[path].describe(), groups)
         if path in offer.unsupported:
             # Network state of such a type is not left at its initial values, either.
             kind = offer.unsupported[path]
@@ -446,20 +445,13 @@ def _targets(
             needs_conversion = True
             continue
         if stored is not None and not problem:
-            group = groups.group_of(path)
-            if group is not None and not 0 <= group < groups.stored:
+            target = groups.target(path, stored, leaves[path])
+            if target.group is not None and not 0 <= target.group < groups.stored:
                 raise format_lib.CheckpointError(
-                    f"--init_group={group}: the checkpoint has groups 0 to "
+                    f"--init_group={target.group}: the checkpoint has groups 0 to "
                     f"{groups.stored - 1}."
                 )
-            targets[path] = reader.ArrayTarget(
-                path=offer.names[path],
-                meta=stored,
-                shape=wanted.shape,
-                sharding=reader.sharding_of(leaves[path].value),
-                group=group,
-                repeat=groups.repeats(path),
-            )
+            targets[path] = target._replace(path=offer.names[path])
         elif stored is None and meaning.may_lack and re.search(meaning.may_lack, path):
             continue
         # By default, network state that is missing or has another shape is left as the
