@@ -77,13 +77,15 @@ class States:
             # A roll-back needs the newest scheduled checkpoint, which extra saves must
             # not push out.
             rules = dataclasses.replace(rules, newest_of=options.every_steps)
+        # Whether the run refuses checkpoints of a state that is not finite.
+        self._must_be_finite = config.on_nonfinite != config_lib.WARN
         target = state_lib.abstract_state(experiment, mesh, config.seed, example)
         self.manager = checkpoint.Manager(
             options.directory or directory.checkpoints,
             rules,
             budget_bytes=int(options.budget_gb * 1e9),
             finite=_finite_patterns(target, mesh),
-            refuse_nonfinite=must_be_finite(config),
+            refuse_nonfinite=self._must_be_finite,
             owner=owner,
             log=announce,
             committed=committed,
@@ -224,7 +226,6 @@ class Checkpoints(States):
         }
         self._batches = batches
         self._tolerates_failure = config.checkpoint.on_failure == "go_on"
-        self._must_be_finite = must_be_finite(config)
         self._notify = notify
         self._directory = directory
         self._run = run
@@ -647,11 +648,6 @@ def _finite_patterns(
     either = "|".join(exempt)
     # What the first one matches is no slot.
     return checkpoint.BY_DEFAULT, f"^(?!({either})$)(.*/)?(net_state|opt_state)/"
-
-
-def must_be_finite(config: ml_collections.ConfigDict) -> bool:
-    """Returns whether a run refuses checkpoints of a state that is not finite."""
-    return config.on_nonfinite != config_lib.WARN
 
 
 def keep(options: ml_collections.ConfigDict) -> checkpoint.Keep:
