@@ -233,6 +233,7 @@ EXACT = {"logical_replicas": 8, "reduction.arithmetic": "exact"}
         ),
         ({"reduction.shard_update": True}, "step", 1, "sharded updates"),
         ({"experiment": f"{HERE}.Acting"}, "loop", 1, "may use the model"),
+        ({"experiment": f"{HERE}.Failing"}, "loop", 8, "are drawn one by one"),
         (EXACT, "step", 1, "logical_replicas=8"),
         ({**EXACT, "steps_per_dispatch": 1}, "step", 1, "logical_replicas=8"),
     ],

@@ -20,12 +20,10 @@ import math
 import os
 import pathlib
 import signal
-import struct
 import subprocess
 import sys
 import threading
 import time
-import tracemalloc
 import types
 import warnings
 import zlib
@@ -1780,64 +1778,34 @@ def _data_batches(iterator):
     return batches.TrainBatches(lambda part: iterator, mesh, batch_size=8, seed=0)
 
 
-def _data_forged(megabytes):
-    """Returns an array of zeros as a position has it, and what it claims to be."""
-    file = io.BytesIO()
-    np.save(file, np.zeros(megabytes << 20, np.uint8))
-    content = base64.b64encode(zlib.compress(file.getvalue(), 9)).decode()
-    return {"npy": content}
-
-
-def test_18_a_position_inflates_within_bounds():
+def test_18_a_damaged_position_is_named():
     taken = _data_batches(_DataKeeper())
-    forged = _data_forged(160)
-    assert len(forged["npy"]) < 300_000
-    for kept in ([forged], [_data_forged(40)] * 4, {"a": {"tuple": [forged]}}):
-        position = {"step": 3, "iterator": {"kept": kept}}
-        tracemalloc.start()
-        try:
-            with pytest.raises(errors.UserError, match="of step 3 has a position in"):
-                taken.restore([position])
-            _, peak = tracemalloc.get_traced_memory()
-        finally:
-            tracemalloc.stop()
-        # What the bound lets through, twice: as bytes and as an array.
-        assert peak < 140 << 20
-    # What is claimed is not allocated, and what is cut off is no array.
-    header = np.lib.format.magic(1, 0) + struct.pack("<H", 118)
-    header += b"{'descr': '|u1', 'fortran_order': False, 'shape': (99999999999999,), }"
-    header = header.ljust(127) + b"\n"
-    cut = base64.b64decode(_data_forged(1)["npy"])[:-9]
-    for content in (zlib.compress(header), cut, b"no zlib", zlib.compress(b"none")):
+    file = io.BytesIO()
+    np.save(file, np.arange(9))
+    good = file.getvalue()
+    # What is cut off, damaged or no array at all.
+    for content in (good[:-9], good[:40], b"none", b"", zlib.compress(good)):
         kept = [{"npy": base64.b64encode(content).decode()}]
         with pytest.raises(errors.UserError, match="data that cannot be read"):
             taken.restore([{"step": 3, "iterator": {"kept": kept}}])
     for kept in ({"npy": 5}, {"tuple": 5}, {"base64": None}, {"npy": "AAA"}):
-        with pytest.raises(errors.UserError, match="data that cannot be read"):
+        with pytest.raises(errors.UserError, match="of step 3 has a position in"):
             taken.restore([{"step": 3, "iterator": {"kept": [kept]}}])
 
 
-def test_18_a_large_state_is_restored_whatever_it_holds(monkeypatch):
-    # The bounds of a smaller machine, to be fast.
-    monkeypatch.setattr(batches, "_INFLATED_BYTES", 1 << 20)
-    empty = np.zeros(8 << 20, np.uint8)
-    # A buffer from the beginning, and one that grew.
-    for begin, later in [([empty], [empty + 1]), ([], [empty, np.arange(9)])]:
-        taken = _data_batches(_DataKeeper(*begin))
-        taken._iterator.arrays = later
-        position = json.loads(json.dumps(taken.position(5)))
-        again = _data_batches(_DataKeeper(*begin))
-        again.restore([position])
-        for found, kept in zip(again._iterator.arrays, later, strict=True):
-            np.testing.assert_array_equal(found, kept)
-            assert found.dtype == kept.dtype
-    # Arrays of other versions of the format, and of no elements.
+def test_18_arrays_of_any_type_and_shape_are_restored():
+    taken = _data_batches(_DataKeeper())
+    # Arrays of other versions of NumPy's format, and of no elements.
     odd = np.zeros(3, [("\N{SNOWMAN}", "<f4"), ("y", "<i2")])
-    for state in (odd, np.zeros((0, 3)), np.array(2.5), np.asfortranarray(np.eye(3))):
-        with warnings.catch_warnings():
-            # NumPy warns of the newest version.
-            warnings.simplefilter("ignore")
-            found = batches._from_json(batches._to_json(state))
+    kept = [odd, np.zeros((0, 3)), np.array(2.5), np.asfortranarray(np.eye(3))]
+    taken._iterator.arrays = kept
+    with warnings.catch_warnings():
+        # NumPy warns of the newest version.
+        warnings.simplefilter("ignore")
+        position = json.loads(json.dumps(taken.position(5)))
+    again = _data_batches(_DataKeeper())
+    again.restore([position])
+    for found, state in zip(again._iterator.arrays, kept, strict=True):
         assert found.dtype == state.dtype and found.shape == state.shape
         np.testing.assert_array_equal(found, state)
 

@@ -238,7 +238,7 @@ class Run:
             act=self.batches.rehearsal(),
             asks=asks,
             step_program=self.checkpoints.step_program(),
-            waits=self._waits_for_batches(),
+            waits=not all(self.channel.gather(self.batches.draws_many)),
             exchange=self.members.exchange,
         )
         self.dispatches = programs.plan
@@ -252,12 +252,6 @@ class Run:
         )
         self.predict = evaluation.predictions(programs.predict, self.mesh)
         self._metrics = self._evaluation.check(self.target, self.config.checkpoint)
-
-    def _waits_for_batches(self) -> bool:
-        """Returns whether any of several processes draws its data batch by batch."""
-        if self._place.count == 1:
-            return False
-        return not all(self.channel.gather(self.batches.draws_many))
 
     def _prepare_hooks(self) -> None:
         """Prepares what the run does beside its steps."""

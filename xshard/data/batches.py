@@ -9,11 +9,7 @@ import contextlib
 import functools
 import io
 import json
-import math
 import sys
-import time
-import tokenize
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -32,16 +28,6 @@ _BYTES = "base64"
 _ARRAY = "npy"
 _TUPLE = "tuple"
 _MARKERS = (_BYTES, _ARRAY, _TUPLE)
-# For so long a lone process draws batches that are dispatched together.
-_DRAW_SECONDS = 0.05
-# A position may inflate to this size; to this multiple of its compressed size, which
-# is far below the thousandfold of a forged one; and to this multiple of what the
-# iterator has from its beginning, such as a buffer that is still empty.
-_INFLATED_BYTES = 64 << 20
-_INFLATED_FOLD = 100
-_INITIAL_FOLD = 4
-# More than NumPy's format has before an array's elements.
-_HEADER_BYTES = 1 << 10
 
 
 class TrainBatches:
@@ -95,12 +81,9 @@ class TrainBatches:
         self._rows = rows_lib.Rows(group_size, self._sharding, replicas, groups)
         self._skips: Mapping[int, int] = {}
         self._first: dict[str, np.ndarray] | None = None
-        # The batch of the next step, if it has been drawn with those of steps before;
-        # and whether any batch has differed from the one before it.
-        self._held: data.Arrays | None = None
-        self._has_varied = False
-        # The error of the iterator in drawing the next batch.
-        self._failure: Exception | None = None
+        # What drawing the next step's batch has given, if it was drawn with those of
+        # steps before: the batch, or the iterator's error.
+        self._ahead: data.Arrays | Exception | None = None
         # The names, shapes and dtypes of the last batch that passed the checks.
         self._checked_kind: list[Any] | None = None
 
@@ -113,8 +96,7 @@ class TrainBatches:
             rows_of_groups.append(rows_of_group - group * batch_size)
         part = data.Part(batch_size, rows=tuple(rows_of_groups), seed=seed)
         self._iterator: Any = make(part)
-        # The size of the arrays of the iterator's first state.
-        self._initial_bytes = _check_iterator(self._iterator)
+        _check_iterator(self._iterator)
         self._acts_every_steps = getattr(self._iterator, "acts_every_steps", None)
         if self._acts_every_steps is not None:
             _check_acts(self._iterator, self._acts_every_steps)
@@ -198,27 +180,19 @@ class TrainBatches:
             host.
           state: the run's state.
         """
-        self._act_if_due(step, predict, state)
-        batch = self._draw(step)
-        return self._rows.to_devices(batch, copy=self._may_overwrite)
+        self._prepare(step, predict, state)
+        return next(self)
 
-    def _act_if_due(
+    def _prepare(
         self, step: int, predict: Callable[[Any, Mapping[str, Any]], Any], state: Any
     ) -> None:
+        """Lets the iterator act and passes over batches, where a step begins so."""
         every = self._acts_every_steps
         if every is not None and (step - 1) % every == 0:
             self._first = None
             self._iterator.act(step, functools.partial(predict, state))
-
-    def _draw(self, step: int) -> data.Arrays:
-        """Draws the batch of a step, after those that it passes over."""
-        batch = self._held
-        if batch is not None:
-            self._held = None
-            return batch
         for _ in range(self._skips.get(step, 0)):
             self._take_next()
-        return self._take_next()
 
     def next_boundary(self, step: int) -> int:
         """Returns the last step, from a step on, whose batch may be drawn with its own.
@@ -243,7 +217,8 @@ class TrainBatches:
         """Returns the batches of several steps, stacked.
 
         Args:
-          steps: the numbers of the steps, at most up to `next_boundary` of the first.
+          steps: the numbers of the steps, at most up to `next_boundary` of the first,
+            and to the last one before batches that `set_skips` passes over.
           most: the number of batches in each array; those that are not asked for are
             zeros.
           predict: as for `batch_for_step`.
@@ -252,73 +227,60 @@ class TrainBatches:
         Returns:
           Arrays by name, of shape (most, rows, ...); and for how many of the steps they
           are. A batch whose names, shapes or dtypes differ from the first one's is the
-          first of the next call, and so is one that would come late.
+          first of the next call. So is an error of the iterator: the steps before it
+          are made and logged first.
         """
-        if self._failure is not None:
-            raise self._failure
-        self._act_if_due(steps.start, predict, state)
-        if self._has_varied:
-            # No batch can be put back, and a save may follow the last step.
-            steps = steps[:1]
-        stacked: dict[str, np.ndarray] = {}
-        if self._can_take(steps):
-            for name, array in self._take_many(len(steps)).items():
-                stacked[name] = _padded(array, most)
+        self._prepare(steps.start, predict, state)
+        if self.draws_many:
+            stacked = self._take_many(len(steps), most)
             return self._rows.stack_on_devices(stacked), len(steps)
-        # A stop must not wait for many batches of slow data. Several processes must
-        # make the same steps together, so only a lone one ends them by its clock, which
-        # changes no bit.
-        end = math.inf
-        if places.own().count == 1:
-            end = time.monotonic() + _DRAW_SECONDS
+        if self._ahead is not None:
+            # A position can be saved after this step, also if the one after it differs.
+            steps = steps[:1]
+        stacked = {}
         kind = None
-        for place, step in enumerate(steps):
-            if place and time.monotonic() > end:
-                return self._rows.stack_on_devices(stacked), place
+        for place in range(len(steps)):
             try:
-                batch = self._draw(step)
+                batch = self._take_next()
             except Exception as e:
                 if not place:
                     raise
-                # The steps before this one are made and logged first.
-                self._failure = e
+                self._ahead = e
                 return self._rows.stack_on_devices(stacked), place
-            kind_of_step = _names_and_types(batch)
-            if kind is None:
+            kind_of_step = examples_lib.kinds(batch)
+            if not place:
                 kind = kind_of_step
                 for name, array in batch.items():
-                    shape = (most, *np.shape(array))
-                    stacked[name] = np.zeros(shape, np.asarray(array).dtype)
-            elif kind_of_step != kind:
+                    stacked[name] = np.zeros((most, *array.shape), array.dtype)
+            elif kind is None or kind_of_step != kind:
                 # The iterator may write into its arrays for the next batch.
-                self._held = {name: np.array(array) for name, array in batch.items()}
-                self._has_varied = True
+                self._ahead = {name: np.array(array) for name, array in batch.items()}
                 return self._rows.stack_on_devices(stacked), place
             for name, array in batch.items():
                 stacked[name][place] = array
         return self._rows.stack_on_devices(stacked), len(steps)
-
-    def _can_take(self, steps: range) -> bool:
-        """Returns whether the iterator can draw the batches of these steps at once."""
-        is_simple = self._held is None and len(steps) > 1
-        # The first batch of all is compared with the one before it was put back.
-        if not is_simple or self._first is not None:
-            return False
-        if not _draws_many(self._iterator):
-            return False
-        return not any(self._skips.get(step, 0) for step in steps)
 
     @property
     def holds_batch(self) -> bool:
         """Whether the next step's batch has been drawn, or could not be, so that no
         position can be saved.
         """
-        return self._held is not None or self._failure is not None
+        return self._ahead is not None
 
     @property
     def draws_many(self) -> bool:
-        """Whether the iterator draws the batches of several steps at once."""
-        return _draws_many(self._iterator)
+        """Whether the iterator defines `next_batches` for its own batches.
+
+        A wrapper or a subclass that changes `__next__` alone has that method from the
+        iterator within, or from its base class. Its batches would be the unchanged
+        ones.
+        """
+        for cls in type(self._iterator).__mro__:
+            if "next_batches" in vars(cls):
+                return True
+            if "__next__" in vars(cls):
+                return False
+        return False
 
     def set_skips(self, passes: Mapping[int, int]) -> None:
         """Sets how many batches to draw and discard before certain steps, by step."""
@@ -344,8 +306,7 @@ class TrainBatches:
         """Restores the iterator's state at the end of the context."""
         # The state is copied, through the form that checkpoints use: the iterator may
         # write into its arrays.
-        encoded = self._encoded_state()
-        state = _from_json(encoded, _inflatable(encoded, self._initial_bytes))
+        state = _from_json(_to_json(self._iterator.get_state()))
         try:
             yield
         finally:
@@ -353,17 +314,7 @@ class TrainBatches:
 
     def position(self, step: int) -> dict[str, Any]:
         """Returns this process's position in its data after a step, as JSON values."""
-        return {"step": step, "iterator": self._encoded_state()}
-
-    def _encoded_state(self) -> Any:
-        """Returns the iterator's state as JSON values that `_from_json` accepts."""
-        state = self._iterator.get_state()
-        encoded = _to_json(state)
-        size = _array_bytes(state)
-        if size > _inflatable(encoded, self._initial_bytes):
-            # Too uniform for the bounds, so it is compressed to an eighth at most.
-            encoded = _to_json(state, zlib.Z_HUFFMAN_ONLY)
-        return encoded
+        return {"step": step, "iterator": _to_json(self._iterator.get_state())}
 
     def restore(self, positions: Sequence[Mapping[str, Any]]) -> None:
         """Restores the position from a checkpoint.
@@ -375,8 +326,7 @@ class TrainBatches:
           ValueError: if they are not positions in this data, or do not fit the number
             of processes.
         """
-        self._held = None
-        self._failure = None
+        self._ahead = None
         step = positions[0]["step"]
         if any("iterator" not in position for position in positions):
             raise errors.UserError(
@@ -386,42 +336,41 @@ class TrainBatches:
             )
         self._first = None
         states = [position["iterator"] for position in positions]
-        # Fewer processes may have saved it, each with more of the data.
-        share = -(-places.own().count // len(states))
-        initial_bytes = share * self._initial_bytes
+        joins = hasattr(self._iterator, "join_states")
+        if not joins:
+            states = [self._own(states, step)]
+        try:
+            states = [_from_json(state) for state in states]
+        except (ValueError, TypeError, EOFError) as e:
+            raise errors.UserError(
+                f"The checkpoint of step {step} has a position in the training data "
+                f"that cannot be read: {e}. Resume from another checkpoint, or start a "
+                "new run in another directory with --init_from."
+            ) from e
+        state = self._iterator.join_states(states) if joins else states[0]
+        self._iterator.set_state(state)
 
-        def decoded(state: Any) -> Any:
-            try:
-                return _from_json(state, _inflatable(state, initial_bytes))
-            except (ValueError, TypeError, zlib.error) as e:
-                raise errors.UserError(
-                    f"The checkpoint of step {step} has a position in the training "
-                    f"data that cannot be read: {e}. Resume from another checkpoint, "
-                    "or start a new run in another directory with --init_from."
-                ) from e
-
-        if hasattr(self._iterator, "join_states"):
-            joined = self._iterator.join_states([decoded(x) for x in states])
-            self._iterator.set_state(joined)
-            return
+    def _own(self, states: Sequence[Any], step: int) -> Any:
+        """Returns this process's state of those of all processes, as JSON values."""
+        place = places.own()
         # Equal states are not enough: processes that read different files may have
         # reached the same position in each.
         are_equal = all(state == states[0] for state in states)
         if are_equal and getattr(self._iterator, "state_is_shared", False):
-            states = [states[0]] * places.own().count
-        if len(states) != places.own().count:
+            return states[0]
+        if len(states) != place.count:
             raise errors.UserError(
                 f"The checkpoint of step {step} has one state of the experiment's "
                 f"iterator for each of {len(states)} processes, but there are now "
-                f"{places.own().count} processes. Resume with {len(states)}; or give "
+                f"{place.count} processes. Resume with {len(states)}; or give "
                 "the iterator a state that all processes share, such as a number of "
                 "batches, and set its attribute state_is_shared = True; or define its "
                 "method join_states, as xshard.data.pipelines.Streams does."
             )
-        self._iterator.set_state(decoded(states[places.own().index]))
+        return states[place.index]
 
-    def _take_many(self, count: int) -> dict[str, np.ndarray]:
-        """Draws the iterator's next batches at once, and checks them."""
+    def _take_many(self, count: int, most: int) -> dict[str, np.ndarray]:
+        """Draws the iterator's next batches at once, checks them, and adds zeros."""
         with _naming_the_end():
             many = self._iterator.next_batches(count)
         what = f"{type(self._iterator).__name__}.next_batches({count})"
@@ -430,7 +379,8 @@ class TrainBatches:
                 f"{what} returned a {type(many).__name__}. It must return a dictionary "
                 "of arrays by name."
             )
-        batch = {}
+        first = {}
+        padded = {}
         for name, array in many.items():
             # Fewer batches would be filled up with zeros.
             if not array_types.is_array(array) or array.shape[:1] != (count,):
@@ -441,24 +391,37 @@ class TrainBatches:
                     f"of NumPy's own, or JAX's, of shape ({count}, rows, ...): {count} "
                     "batches, one after the other."
                 )
-            batch[name] = np.asarray(array[0])
-        kind = examples_lib.kinds(batch)
-        if kind != self._checked_kind:
-            data.check_batch(batch, len(self._rows.local_rows))
-            dtypes = {name: array.dtype for name, array in batch.items()}
-            expected = {name: array.dtype for name, array in self.example.items()}
-            if dtypes != expected:
-                raise errors.UserError(
-                    f"{what} returned {_listed(dtypes)}, and the iterator's first "
-                    f"batch has {_listed(expected)}. Return the batches that as many "
-                    "calls of next() would, stacked."
-                )
-            self._checked_kind = kind
-        return {name: np.asarray(array) for name, array in many.items()}
+            array = np.asarray(array)
+            first[name] = array[0]
+            padded[name] = array
+            if count < most:
+                padded[name] = np.zeros((most, *array.shape[1:]), array.dtype)
+                padded[name][:count] = array
+        self._check(first)
+        dtypes = {name: array.dtype for name, array in first.items()}
+        expected = {name: array.dtype for name, array in self.example.items()}
+        if dtypes != expected:
+            raise errors.UserError(
+                f"{what} returned {_listed(dtypes)}, and the iterator's first "
+                f"batch has {_listed(expected)}. Return the batches that as many "
+                "calls of next() would, stacked."
+            )
+        return padded
 
     def _take_next(self) -> data.Arrays:
+        ahead = self._ahead
+        self._ahead = None
+        if isinstance(ahead, Exception):
+            raise ahead
+        if ahead is not None:
+            return ahead
         with _naming_the_end():
             batch = next(self._iterator)
+        self._check(batch)
+        return batch
+
+    def _check(self, batch: data.Arrays) -> None:
+        """Checks a batch that the iterator has returned."""
         # A batch that is like the one before it passes the checks that that one passed.
         kind = examples_lib.kinds(batch)
         if kind is None or kind != self._checked_kind:
@@ -467,7 +430,6 @@ class TrainBatches:
         if self._first is not None:
             _warn_unless_equal(self._iterator, self._first, batch)
             self._first = None
-        return batch
 
 
 class EvalBatches:
@@ -644,28 +606,6 @@ def _warn_unless_equal(iterator: Any, first: data.Arrays, again: data.Arrays) ->
         )
 
 
-def _names_and_types(batch: data.Arrays) -> dict[str, Any]:
-    """Returns the shape and dtype of each array of a batch, by its name."""
-    types = {}
-    for name, array in batch.items():
-        types[name] = (np.shape(array), getattr(array, "dtype", None))
-    return types
-
-
-def _draws_many(iterator: Any) -> bool:
-    """Returns whether an iterator defines `next_batches` for its own batches.
-
-    A wrapper or a subclass that changes `__next__` alone has that method from the
-    iterator within, or from its base class. Its batches would be the unchanged ones.
-    """
-    for cls in type(iterator).__mro__:
-        if "next_batches" in vars(cls):
-            return True
-        if "__next__" in vars(cls):
-            return False
-    return False
-
-
 @contextlib.contextmanager
 def _naming_the_end() -> Iterator[None]:
     """Raises UserError instead of StopIteration."""
@@ -682,20 +622,8 @@ def _listed(dtypes: Mapping[str, np.dtype]) -> str:
     return ", ".join(f"{dtype} {name!r}" for name, dtype in dtypes.items())
 
 
-def _padded(array: np.ndarray, length: int) -> np.ndarray:
-    """Returns an array with zeros after its rows, up to a number of rows."""
-    if len(array) == length:
-        return array
-    padded = np.zeros((length, *array.shape[1:]), array.dtype)
-    padded[: len(array)] = array
-    return padded
-
-
-def _check_iterator(iterator: Any) -> int:
+def _check_iterator(iterator: Any) -> None:
     """Checks an iterator's methods and its first state.
-
-    Returns:
-      The size of the state's arrays in bytes.
 
     Raises:
       UserError: if it is no iterator of training data.
@@ -717,7 +645,6 @@ def _check_iterator(iterator: Any) -> int:
             f"JSON cannot hold ({e}). It may contain numbers, texts, lists, "
             "tuples, dictionaries with texts as keys, bytes, and NumPy arrays."
         ) from e
-    return _array_bytes(state)
 
 
 def _check_acts(iterator: Any, every: Any) -> None:
@@ -734,15 +661,11 @@ def _check_acts(iterator: Any, every: Any) -> None:
         )
 
 
-def _to_json(state: Any, strategy: int = zlib.Z_DEFAULT_STRATEGY) -> Any:
+def _to_json(state: Any) -> Any:
     """Converts a state to JSON values.
 
     Bytes, arrays and tuples become dictionaries with a marker key. Tuples must be
     restored as tuples, because grain's iterators distinguish them from lists.
-
-    Args:
-      state: the state.
-      strategy: zlib's strategy for arrays.
 
     Raises:
       TypeError: for any other type.
@@ -758,118 +681,36 @@ def _to_json(state: Any, strategy: int = zlib.Z_DEFAULT_STRATEGY) -> Any:
             raise TypeError(f"an array of type {state.dtype}")
         file = io.BytesIO()
         np.save(file, state, allow_pickle=False)
-        # Arrays are compressed, since buffers are often mostly empty or have few
-        # distinct values.
-        compressor = zlib.compressobj(1, strategy=strategy)
-        compressed = compressor.compress(file.getbuffer()) + compressor.flush()
-        return {_ARRAY: base64.b64encode(compressed).decode()}
+        return {_ARRAY: base64.b64encode(file.getbuffer()).decode()}
     if isinstance(state, tuple):
-        return {_TUPLE: [_to_json(item, strategy) for item in state]}
+        return {_TUPLE: [_to_json(item) for item in state]}
     if isinstance(state, list):
-        return [_to_json(item, strategy) for item in state]
+        return [_to_json(item) for item in state]
     if isinstance(state, Mapping):
         for name in state:
             # JSON would make a string of another key.
             is_marker = name in _MARKERS and len(state) == 1
             if not isinstance(name, str) or is_marker:
                 raise TypeError(f"a dictionary with the key {name!r}")
-        return {name: _to_json(item, strategy) for name, item in state.items()}
+        return {name: _to_json(item) for name, item in state.items()}
     return state
 
 
-def _from_json(state: Any, most: int | None = None) -> Any:
+def _from_json(state: Any) -> Any:
     """Converts JSON values to a state: the inverse of `_to_json`.
 
-    Args:
-      state: the JSON values.
-      most: the most bytes to which all arrays together may inflate; by default those
-        of an iterator that begins without arrays.
-
     Raises:
-      ValueError: if there are more, or an array is damaged.
-      zlib.error: likewise.
+      ValueError, TypeError, EOFError: if an array or bytes are damaged.
     """
-    if most is None:
-        most = _inflatable(state, 0)
-    left = most
-
-    def decoded(value: Any) -> Any:
-        nonlocal left
-        if isinstance(value, list):
-            return [decoded(item) for item in value]
-        if not isinstance(value, dict):
-            return value
-        if value.keys() == {_BYTES}:
-            return base64.b64decode(value[_BYTES])
-        if value.keys() == {_ARRAY}:
-            decompressor = zlib.decompressobj()
-            compressed = base64.b64decode(value[_ARRAY])
-            # A bound of 0 would be none.
-            bound = max(left + _HEADER_BYTES, 1)
-            content = decompressor.decompress(compressed, bound)
-            if decompressor.unconsumed_tail or not decompressor.eof:
-                raise ValueError(
-                    f"its arrays are cut off, or have more than the {most} bytes to "
-                    "which a position of this iterator may inflate"
-                )
-            left -= len(content)
-            return _array_in(content)
-        if value.keys() == {_TUPLE}:
-            return tuple(decoded(item) for item in value[_TUPLE])
-        return {name: decoded(item) for name, item in value.items()}
-
-    return decoded(state)
-
-
-def _array_in(content: bytes) -> np.ndarray:
-    """Returns the array in NumPy's format; raises ValueError if it is damaged."""
-    file = io.BytesIO(content)
-    version = np.lib.format.read_magic(file)
-    read_header = np.lib.format.read_array_header_2_0
-    if version == (1, 0):
-        read_header = np.lib.format.read_array_header_1_0
-    try:
-        shape, _, dtype = read_header(file)
-    except tokenize.TokenError as e:
-        # NumPy reads a header that no dictionary is as one of Python 2.
-        raise ValueError(f"an array has no header: {e}") from e
-    # NumPy would allocate what the header claims.
-    if math.prod(shape) * dtype.itemsize != len(content) - file.tell():
-        raise ValueError(f"an array of shape {shape} has {len(content)} bytes")
-    file.seek(0)
-    return np.load(file, allow_pickle=False)
-
-
-def _array_bytes(state: Any) -> int:
-    """Returns the size of the arrays in a state."""
-    if isinstance(state, np.ndarray):
-        return state.nbytes + _HEADER_BYTES
-    if isinstance(state, Mapping):
-        return sum(_array_bytes(item) for item in state.values())
-    if isinstance(state, list | tuple):
-        return sum(_array_bytes(item) for item in state)
-    return 0
-
-
-def _inflatable(encoded: Any, initial_bytes: int) -> int:
-    """Returns the most bytes to which the arrays of an encoded state may inflate.
-
-    Args:
-      encoded: the state as JSON values.
-      initial_bytes: the size of the arrays that the iterator has from its beginning.
-    """
-    return max(
-        _INFLATED_BYTES,
-        _INFLATED_FOLD * _compressed_bytes(encoded),
-        _INITIAL_FOLD * initial_bytes,
-    )
-
-
-def _compressed_bytes(encoded: Any) -> int:
-    if isinstance(encoded, list):
-        return sum(_compressed_bytes(item) for item in encoded)
-    if not isinstance(encoded, dict):
-        return 0
-    if encoded.keys() == {_ARRAY}:
-        return len(encoded[_ARRAY]) * 3 // 4
-    return sum(_compressed_bytes(item) for item in encoded.values())
+    if isinstance(state, list):
+        return [_from_json(item) for item in state]
+    if not isinstance(state, dict):
+        return state
+    if state.keys() == {_BYTES}:
+        return base64.b64decode(state[_BYTES])
+    if state.keys() == {_ARRAY}:
+        content = base64.b64decode(state[_ARRAY])
+        return np.load(io.BytesIO(content), allow_pickle=False)
+    if state.keys() == {_TUPLE}:
+        return tuple(_from_json(item) for item in state[_TUPLE])
+    return {name: _from_json(item) for name, item in state.items()}

@@ -29,6 +29,9 @@ KEY = "steps_per_dispatch"
 # The most steps of a dispatch that a run chooses by itself. With so many the host's
 # time is small; more would only delay what follows a step.
 _MOST_STEPS = 32
+# And of one whose batches are drawn one by one, which may be slow: a request to stop
+# waits for them.
+_MOST_DRAWN = 8
 # The limits of what a dispatch computes, writes and reads. Two dispatches are in flight
 # when a run is asked to stop, and it finishes both: on two cores of a CPU each of these
 # takes some tenths of a second. They are counted and not timed, so that all processes
@@ -90,8 +93,7 @@ def plan(
       batch: the shapes of its batch.
       updates_in_shards: whether each replica updates its shards of global arrays.
       acts: whether the training data uses the model.
-      waits: whether several processes draw the data batch by batch. It may be slow, and
-        they can end a dispatch early only together.
+      waits: whether a process draws the data batch by batch.
       recorded: the program that the run began with; None if it begins now.
 
     Raises:
@@ -114,10 +116,10 @@ def plan(
     if acts:
         why = "the training data may use the model before each"
         return Plan(identity.LOOP, 1, why)
-    if waits:
-        why = "several processes draw its data batch by batch, which may be slow"
-        return Plan(identity.LOOP, 1, why)
     most, why = _within_limits(cost, batch)
+    if waits and most > _MOST_DRAWN:
+        most = _MOST_DRAWN
+        why = "its batches are drawn one by one, which may be slow"
     return Plan(identity.LOOP, most, why)
 
 

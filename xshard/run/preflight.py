@@ -103,7 +103,7 @@ def programs(
         does not act on the model.
       asks: what else asks for predictions in the run.
       step_program: the program that makes the run's steps; None: it is chosen.
-      waits: whether several processes draw the data batch by batch.
+      waits: whether a process draws the data batch by batch.
       exchange: connects the members of the run; None if there are no others.
 
     Raises:
