@@ -22,11 +22,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
+
+import msgspec
 
 from launch import engine, meeting, processes
 from xshard import cli
-from xshard.pod import exchange, links, rendezvous, signals
+from xshard.files import jsonfile
+from xshard.pod import generations, links, rendezvous, signals
 
 # The program that the user's command runs.
 COMMAND = (sys.executable, "-m", "launch.hosts")
@@ -40,7 +43,7 @@ _ONE_SIGNAL_SECONDS = 1.0
 _END_SECONDS = 15.0
 
 
-class Alive(NamedTuple):
+class Alive(generations.Tagged):
     """An agent sends this now and then, and has it back.
 
     Attributes:
@@ -50,7 +53,7 @@ class Alive(NamedTuple):
     time: float
 
 
-class Start(NamedTuple):
+class Start(generations.Tagged):
     """An agent is to start a process.
 
     Attributes:
@@ -64,14 +67,14 @@ class Start(NamedTuple):
     lease_seconds: float
 
 
-class Signal(NamedTuple):
+class Signal(generations.Tagged):
     """An agent is to send a signal to its process."""
 
     number: int
     signal: int
 
 
-class Ended(NamedTuple):
+class Ended(generations.Tagged):
     """A process of an agent has ended.
 
     Attributes:
@@ -85,17 +88,17 @@ class Ended(NamedTuple):
     error: str
 
 
-class Told(NamedTuple):
+class Told(generations.Tagged):
     """An agent was told to stop."""
 
     signal: int
 
 
-class End(NamedTuple):
+class End(generations.Tagged):
     """An agent is to end."""
 
 
-_MESSAGES = {kind.__name__: kind for kind in (Alive, Start, Signal, Ended, Told, End)}
+_Message = Alive | Start | Signal | Ended | Told | End
 
 
 class Process:
@@ -224,7 +227,7 @@ class Hosts:
 
         def end() -> None:
             for link in self._links.values():
-                self._loop.send(link, exchange.to_header(End()))
+                self._loop.send(link, msgspec.to_builtins(End()))
 
         self._loop.call(end)
         deadline = time.monotonic() + _END_SECONDS
@@ -266,7 +269,7 @@ class Hosts:
 
     def _send(self, agent: int, message: Any) -> None:
         if agent in self._links:
-            self._loop.send(self._links[agent], exchange.to_header(message))
+            self._loop.send(self._links[agent], msgspec.to_builtins(message))
 
     def _signal(self, process: Process, number: int) -> None:
         def send() -> None:
@@ -282,13 +285,13 @@ class Hosts:
 
     def _receive(self, link: links.Link, header: dict[str, Any], arrays: Any) -> None:
         del arrays
-        message = exchange.from_header(header, _MESSAGES)
+        message = jsonfile.parse(header, _Message)
         if self._links.get(link.number) is not link:
             return
         self._heard[link.number] = time.monotonic()
         match message:
             case Alive():
-                self._loop.send(link, exchange.to_header(message))
+                self._loop.send(link, msgspec.to_builtins(message))
             case Told():
                 self._hear(link.number, message.signal)
             case Ended():
@@ -410,7 +413,7 @@ class _Agent:
 
         def tell() -> None:
             if not self._is_lost:
-                self._loop.send(self._link, exchange.to_header(Told(number)))
+                self._loop.send(self._link, msgspec.to_builtins(Told(number)))
             elif self._process is not None:
                 self._process.send_signal(number)
 
@@ -418,7 +421,7 @@ class _Agent:
 
     def _receive(self, link: links.Link, header: dict[str, Any], arrays: Any) -> None:
         del link, arrays
-        message = exchange.from_header(header, _MESSAGES)
+        message = jsonfile.parse(header, _Message)
         match message:
             case Alive():
                 self._answered = message.time
@@ -442,7 +445,7 @@ class _Agent:
             )
         except (OSError, engine.LaunchError) as e:
             ended = Ended(message.number, 1, f"error: {e}")
-            self._loop.send(self._link, exchange.to_header(ended))
+            self._loop.send(self._link, msgspec.to_builtins(ended))
             return
         self._process = process
 
@@ -451,7 +454,7 @@ class _Agent:
             process.read_to_end()
             ended = Ended(message.number, code, process.error)
             self._loop.call(
-                lambda: self._loop.send(self._link, exchange.to_header(ended))
+                lambda: self._loop.send(self._link, msgspec.to_builtins(ended))
             )
 
         threading.Thread(target=watch, daemon=True).start()
@@ -479,7 +482,7 @@ class _Agent:
         now = time.monotonic()
         if now >= self._next_alive and not self._is_lost:
             self._next_alive = now + _ALIVE_SECONDS
-            self._loop.send(self._link, exchange.to_header(Alive(now)))
+            self._loop.send(self._link, msgspec.to_builtins(Alive(now)))
         if now > self._answered + self._lease_seconds:
             self._give_up(
                 f"has had no answer of the launcher for {self._lease_seconds:g} s"

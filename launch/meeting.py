@@ -8,7 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from xshard.pod import exchange, generations, links, rendezvous
+import msgspec
+
+from xshard.files import jsonfile
+from xshard.pod import generations, links, rendezvous
 
 # What stands in an address for the launcher's host, which has several names.
 HOST = "HOST-OF-THE-LAUNCHER"
@@ -132,7 +135,7 @@ class Meeting:
     def send(self, number: int, message: Any) -> None:
         """Sends a message, as `MeetingPort` describes."""
         if number in self._links:
-            self._loop.send(self._links[number], exchange.to_header(message))
+            self._loop.send(self._links[number], msgspec.to_builtins(message))
 
     def kill(self, number: int, why: str) -> None:
         """Ends a process, as `MeetingPort` describes."""
@@ -175,7 +178,7 @@ class Meeting:
             self.send(number, message)
 
     def _receive(self, link: links.Link, header: dict[str, Any], arrays: Any) -> None:
-        message = exchange.from_header(header)
+        message = jsonfile.parse(header, generations.Message)
         # A process may have connected again.
         if self._links.get(link.number) is link:
             self._machine.receive(link.number, message)

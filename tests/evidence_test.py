@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -62,14 +63,16 @@ def test_every_file_of_a_run_names_the_run(run):
     config = json.loads((run / "config.json").read_bytes())
     identity = workdir.Workdir(run).identity()
     assert len(identity.id) == 16
-    noted = {**identity._asdict(), "step_program": "loop"}
+    saved = msgspec.structs.asdict(identity)
+    noted = {**saved, "step_program": "loop"}
     noted |= sources.of_experiment(config["experiment"])
     assert config[workdir.IDENTITY] == noted and noted["file"].endswith("/toy.py")
     assert json.loads((run / "results.json").read_bytes())["run"] == identity.id
     store = store_lib.Store(run / "checkpoints")
-    assert checkpoint.read_owner(store)[:2] == identity
+    owner = checkpoint.read_owner(store)
+    assert (owner.id, owner.fingerprint) == (identity.id, identity.fingerprint)
     (commit, *_) = sorted((run / "checkpoints").glob("step_*/COMMIT"))
-    assert json.loads(commit.read_bytes())["content"]["run"] == identity._asdict()
+    assert json.loads(commit.read_bytes())["content"]["run"] == saved
     reached = json.loads((run / "reached.json").read_bytes())
     assert reached.pop("checkpoints").endswith("/checkpoints")
     assert reached == {"step": 12, "folder": format_lib.committed(store)[-1].folder}

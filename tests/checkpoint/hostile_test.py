@@ -96,24 +96,27 @@ METAS = {
         lambda meta: b'{"version": 2, "version": 2}',
         "meta.json .* it has a duplicate key: 'version'",
     ),
-    "no version": (without("version"), "meta.json .* version is missing"),
+    "no version": (without("version"), "meta.json .* missing required field `version`"),
     "a version to come": (changed(version=7), "meta.json has format version 7"),
-    "arrays": (changed(arrays=[1]), r"meta.json .* arrays is \[1\], not an object"),
-    "metadata": (changed(metadata=[1]), r"meta.json .* metadata is \[1\], not an"),
-    "infinity": (as_infinity, "meta.json .* metadata is inf, not an object"),
-    "a text": (array(shape="abc"), "meta.json .* arrays/x/shape is 'abc', not a list"),
+    "arrays": (changed(arrays=[1]), r"meta.json .* - at `\$\.arrays`: \[1\]"),
+    "metadata": (changed(metadata=[1]), r"meta.json .* - at `\$\.metadata`: \[1\]"),
+    "infinity": (as_infinity, r"meta.json .* got `float` - at `\$\.metadata`: inf"),
+    "a text": (
+        array(shape="abc"),
+        r"meta.json .* `array`, got `str` - at `\$\.arrays\[\.\.\.\]\.shape`: ",
+    ),
     "objects": (
         array(dtype="object"),
-        "arrays/x/dtype is 'object', not a type that zarr supports",
+        r"'object' is not a type that zarr supports - at `\$\.arrays\[\.\.\.\]`",
     ),
     "dates": (
         array(dtype="datetime64[ns]"),
-        "arrays/x/dtype is .*, not a type that zarr supports",
+        r"'datetime64\[ns\]' is not a type that zarr supports",
     ),
-    "key": (array(key_impl=3), "arrays/x/key_impl is 3, not a string"),
+    "key": (array(key_impl=3), r"`int` - at `\$\.arrays\[\.\.\.\]\.key_impl`: "),
     "an array": (
         lambda meta: meta["arrays"].update(x=3),
-        "arrays/x is 3, not an object",
+        r"`object`, got `int` - at `\$\.arrays\[\.\.\.\]`: ",
     ),
 }
 COMMITS = {
@@ -125,17 +128,20 @@ COMMITS = {
         ),
         "COMMIT .* its checksum differs",
     ),
-    "no step": (without("step"), "COMMIT .* step is missing"),
-    "metrics": (changed(metrics="x"), "COMMIT .* metrics is 'x', not an"),
+    "no step": (without("step"), "COMMIT .* missing required field `step`"),
+    "metrics": (changed(metrics="x"), r"COMMIT .* - at `\$\.metrics`: 'x'"),
     "a metric": (
         changed(metrics={"a": []}),
-        r"COMMIT .* metrics/a is \[\], not a number",
+        r"COMMIT .* got `array` - at `\$\.metrics\[\.\.\.\]`: {'a': \[\]}",
     ),
-    "time": (changed(time="x"), "COMMIT .* time is 'x', not a time"),
-    "the year": (changed(time=1e300), "COMMIT .* time is 1e.300, not a time"),
-    "bytes": (changed(bytes="9"), "COMMIT .* bytes is '9', not an integer"),
-    "sha256": (changed(sha256=[1]), r"COMMIT .* sha256 is \[1\], not an object"),
-    "nonfinite": (changed(nonfinite=3), "COMMIT .* nonfinite is 3, not a list"),
+    "time": (changed(time="x"), r"COMMIT .* `float`, got `str` - at `\$\.time`: 'x'"),
+    "the year": (
+        changed(time=1e300),
+        r"COMMIT .* <= 253402300799.0 - at `\$\.time`: 1e.300",
+    ),
+    "bytes": (changed(bytes="9"), r"COMMIT .* `int`, got `str` - at `\$\.bytes`: '9'"),
+    "sha256": (changed(sha256=[1]), r"COMMIT .* - at `\$\.sha256`: \[1\]"),
+    "nonfinite": (changed(nonfinite=3), r"COMMIT .* - at `\$\.nonfinite`: 3"),
 }
 CASES = [(case, None, message) for case, message in METAS.values()]
 CASES += [(None, case, message) for case, message in COMMITS.values()]

@@ -235,10 +235,16 @@ CYCLE.append(CYCLE)
         ({"metadata": {"x": np.float32(1)}}, r"float32\(1.0\) is of type float32"),
         ({"metadata": {"x": DEEP}}, "nested too deeply"),
         ({"metadata": {"x": CYCLE}}, "nested too deeply"),
-        ({"metadata": [1]}, r"it is \[1\], not an object"),
+        ({"metadata": [1]}, r"Expected `object`, got `array`: \[1\]"),
         ({"data": {(1, 2): 3}}, r"the key \(1, 2\)"),
-        ({"metrics": {"error": "low"}}, "error is 'low', not a number"),
-        ({"metrics": {"error": True}}, "error is True, not a number"),
+        (
+            {"metrics": {"error": "low"}},
+            "got `str` - at .*: {'error': 'low'}",
+        ),
+        (
+            {"metrics": {"error": True}},
+            "got `bool` - at .*: {'error': True}",
+        ),
     ],
     ids=lambda x: str(x)[:40].encode("ascii", "replace").decode(),
 )

@@ -13,6 +13,7 @@ import sys
 import threading
 from multiprocessing import connection as mp_connection
 
+import msgspec
 import pytest
 
 from tests.guests import (
@@ -152,7 +153,7 @@ def hello(process_id=1, num_processes=2, host="stranger", pid=1, facts=FACTS):
 
 def say(stranger, message):
     """Sends the message of a process."""
-    stranger.connection.send_bytes(json.dumps(message._asdict()).encode())
+    stranger.connection.send_bytes(json.dumps(msgspec.to_builtins(message)).encode())
 
 
 def hear(stranger):
@@ -397,7 +398,7 @@ def with_token(content, token=TOKEN):
 
 def with_hello(**fields):
     """Returns a function that connects, shows the token, and sends a wrong hello."""
-    return with_token(json.dumps(hello()._asdict() | fields).encode())
+    return with_token(json.dumps(msgspec.to_builtins(hello()) | fields).encode())
 
 
 ROGUES = {

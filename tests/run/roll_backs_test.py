@@ -2,6 +2,7 @@
 
 import json
 
+import msgspec
 import pytest
 
 from tests import toy
@@ -36,5 +37,5 @@ def test_a_record_that_no_run_can_have_written_is_refused(tmp_path, content):
 def test_a_record_is_read_as_it_was_written(tmp_path):
     (tmp_path / "roll_backs.json").write_text(json.dumps([ENTRY]))
     (entry,) = roll_backs.read(tmp_path / "roll_backs.json")
-    assert entry._asdict() == ENTRY
+    assert msgspec.to_builtins(entry) == ENTRY
     assert roll_backs.batches_to_skip([entry]) == {5: 3}

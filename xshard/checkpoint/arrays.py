@@ -13,13 +13,11 @@ import dataclasses
 import itertools
 import math
 import struct
-from typing import Annotated, Any
+from typing import Any
 
 import google_crc32c
 import ml_dtypes
 import numpy as np
-
-from xshard.files import jsonfile
 
 # The largest chunk. Larger ones were slower in measurements, because memory of that
 # size is not reused.
@@ -68,11 +66,6 @@ GridIndex = tuple[int, ...]
 Index = tuple[tuple[int, int], ...]
 
 
-_StoredType = Annotated[
-    str, jsonfile.Rule("a type that zarr supports", lambda name: name in TYPES)
-]
-
-
 @dataclasses.dataclass(frozen=True)
 class ArrayMeta:
     """How an array is stored; an entry of meta.json.
@@ -86,10 +79,14 @@ class ArrayMeta:
     """
 
     shape: Shape
-    dtype: _StoredType
+    dtype: str
     chunk_shape: Shape
     key_impl: str | None = None
     sharding: str = ""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in TYPES:
+            raise ValueError(f"{self.dtype!r} is not a type that zarr supports")
 
     def __str__(self) -> str:
         return f"{self.key_impl or self.dtype}{list(self.shape)}"

@@ -35,7 +35,9 @@ import math
 import re
 import time
 from collections.abc import Callable
-from typing import Annotated, Any, NamedTuple, Protocol, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
+
+import msgspec
 
 from xshard.base import arguments, formatting
 from xshard.checkpoint import arrays as arrays_lib
@@ -60,6 +62,8 @@ _NOT_FINITE = "not finite"
 _MOST_STEPS = 1 << 63
 # The most names that a message has.
 _SHOWN = 5
+# The deepest nesting, low enough for recursive functions on the value.
+_DEPTH = 200
 # The last second of the year 9999, the largest date that Python can represent.
 _LAST_SECOND = 253402300799
 # The delays before a failed or damaged read is repeated: a network disk or an object
@@ -68,9 +72,7 @@ READ_AGAIN_SECONDS = (0.2, 1.0)
 
 CheckpointError = store_lib.CheckpointError
 _T = TypeVar("_T")
-_Time = Annotated[
-    float, jsonfile.Rule("a time", lambda seconds: 0 <= seconds <= _LAST_SECOND)
-]
+_Time = Annotated[float, msgspec.Meta(ge=0, le=_LAST_SECOND)]
 
 
 class DamagedError(CheckpointError):
@@ -91,7 +93,7 @@ class Changes(Protocol):
         """Deletes an object as `Store.delete` does."""
 
 
-class Commit(NamedTuple):
+class Commit(msgspec.Struct, frozen=True):
     """The content of COMMIT.
 
     Attributes:
@@ -119,7 +121,7 @@ class Commit(NamedTuple):
     run: provenance_lib.Identity | None = None
 
 
-class Meta(NamedTuple):
+class Meta(msgspec.Struct, frozen=True):
     """The content of meta.json.
 
     Attributes:
@@ -140,7 +142,7 @@ class Meta(NamedTuple):
     written_with: dict[str, Any]
 
 
-class Owner(NamedTuple):
+class Owner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The run that owns the checkpoints in a folder, as recorded in RUN.
 
     Attributes:
@@ -305,7 +307,7 @@ def claim(store: store_lib.Store, owner: Owner) -> None:
     if other is None:
         # `create` does not overwrite: if two runs claim the store at the same time, one
         # of them fails.
-        store.create(RUN, seal(owner._asdict()))
+        store.create(RUN, seal(msgspec.structs.asdict(owner)))
     elif other.id != owner.id:
         raise CheckpointError(
             f"{store} holds the checkpoints of run {other.id} ({other.workdir}), but "
@@ -326,9 +328,9 @@ def add_metrics(attempt: SaveAttempt, metrics: dict[str, float]) -> None:
 
 def serialize_commit(commit: Commit) -> bytes:
     """Returns the content of COMMIT."""
-    value = commit._asdict()
+    value = msgspec.structs.asdict(commit)
     if commit.run is not None:
-        value["run"] = commit.run._asdict()
+        value["run"] = msgspec.structs.asdict(commit.run)
     # What is not known is left out.
     return seal({key: item for key, item in value.items() if item is not None})
 
@@ -346,7 +348,7 @@ def parse_commit(content: bytes) -> Commit:
 def _parsed(value: Any, kind: Any) -> Any:
     """Parses what has passed its checksum, so nothing that is wrong in it is damage."""
     try:
-        return jsonfile.parse(value, kind, extra_keys=True)
+        return jsonfile.parse(value, kind)
     except ValueError as e:
         raise CheckpointError(f"is not of a version that this code reads: {e}.") from e
 
@@ -359,7 +361,7 @@ def parse_metrics(content: bytes) -> dict[str, float]:
 def serialize_meta(meta: Meta) -> bytes:
     """Returns the content of meta.json."""
     arrays = {path: dataclasses.asdict(entry) for path, entry in meta.arrays.items()}
-    return to_json(meta._asdict() | {"arrays": arrays})
+    return to_json(msgspec.structs.asdict(meta) | {"arrays": arrays})
 
 
 def parse_meta(content: bytes) -> Meta:
@@ -495,8 +497,8 @@ def check(what: str, value: Any, kind: Any = Any) -> None:
     """
     try:
         # As deep as a checkpoint has the data of each process.
-        _encoded([[value]])
-        jsonfile.parse(value, kind)
+        [[back]] = _with_nonfinite(json.loads(_dump(_encoded([[value]]))))
+        jsonfile.parse(back, kind)
     except (TypeError, ValueError) as e:
         raise CheckpointError(
             f"The {what} must be JSON-serializable: {str(e).rstrip('.')}. It may have "
@@ -579,7 +581,7 @@ def _encoded(value: Any, depth: int = 0) -> Any:
         # Python refuses to write, and to read, more than some thousand digits.
         str(value)
         return value
-    if depth == jsonfile.DEPTH:
+    if depth == _DEPTH:
         raise ValueError("it is nested too deeply")
     if isinstance(value, list | tuple):
         return [_encoded(item, depth + 1) for item in value]

@@ -30,6 +30,8 @@ was held, which no later holder uses: each has its attempts in folders of new na
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
+import msgspec
+
 from xshard import errors
 from xshard.checkpoint import store as store_lib
 from xshard.files import claim, jsonfile
@@ -176,7 +178,7 @@ class _BucketLease(claim.Lease):
         if content is None:
             return generation, None
         try:
-            note = jsonfile.parse(jsonfile.loads(content), claim.Note, extra_keys=True)
+            note = jsonfile.parse(jsonfile.loads(content), claim.Note)
         except ValueError as e:
             raise store_lib.CheckpointError(
                 f"{self._store}/{NAME} is not the lease of a run: "
@@ -193,7 +195,7 @@ class _BucketLease(claim.Lease):
             self._generation = written
 
     def _free(self) -> None:
-        self._note = self._note._replace(owner="", deleting=None)
+        self._note = msgspec.structs.replace(self._note, owner="", deleting=None)
         # The next owner may already have replaced the one that nobody holds.
         free = self._store.replace(NAME, self._content(), self._generation)
         if free is not None:

@@ -6,8 +6,9 @@ Both are arrays in tensorstore with a description. Orbax's is the file _METADATA
 import json
 import math
 import os
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 import numpy as np
 import tensorstore as ts
 
@@ -20,26 +21,26 @@ _METADATA = "_METADATA"
 _DICT_KEY = 2
 
 
-class _Key(NamedTuple):
+class _Key(msgspec.Struct, frozen=True):
     """A key on the path of an array, which may be the index of a list."""
 
     key: str | int
 
 
-class _Value(NamedTuple):
+class _Value(msgspec.Struct, frozen=True):
     """The value of an entry, which may be one that is not stored, such as None."""
 
     skip_deserialize: bool | None = None
 
 
-class _Entry(NamedTuple):
+class _Entry(msgspec.Struct, frozen=True):
     """An entry of the tree: an array, or another value."""
 
     key_metadata: list[_Key]
     value_metadata: _Value
 
 
-class _Description(NamedTuple):
+class _Description(msgspec.Struct, frozen=True):
     """The content of _METADATA, as far as it is read."""
 
     tree_metadata: dict[str, _Entry]
@@ -96,7 +97,7 @@ def read(source: store_lib.Store) -> dict[str, np.ndarray]:
         )
     try:
         value = jsonfile.loads(content)
-        description = jsonfile.parse(value, _Description, extra_keys=True)
+        description = jsonfile.parse(value, _Description)
         names = _names(description.tree_metadata)
     except ValueError as e:
         raise store_lib.CheckpointError(

@@ -35,8 +35,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
+import msgspec
 from absl import logging
 
 from xshard import errors
@@ -52,7 +52,7 @@ class LostError(errors.UserError):
     """This process no longer holds a claim, so it must stop."""
 
 
-class Note(NamedTuple):
+class Note(msgspec.Struct, frozen=True):
     """What the holder of a lease writes.
 
     Attributes:
@@ -136,7 +136,7 @@ class Lease:
           LostError: if another process has taken the lease over.
         """
         with self._writing:
-            self._note = self._note._replace(deleting=list(folders))
+            self._note = msgspec.structs.replace(self._note, deleting=list(folders))
             self._write()
         self.check_noticed()
 
@@ -176,8 +176,8 @@ class Lease:
 
     def _content(self) -> bytes:
         """Returns the next note, which differs from all earlier ones."""
-        self._note = self._note._replace(beats=self._note.beats + 1)
-        return json.dumps(self._note._asdict()).encode()
+        self._note = msgspec.structs.replace(self._note, beats=self._note.beats + 1)
+        return json.dumps(msgspec.structs.asdict(self._note)).encode()
 
     def _is_own(self, content: bytes | None) -> bool:
         return content is not None and self._id.encode() in content
@@ -209,7 +209,9 @@ class Lease:
         if content is not None:
             self.inherited = _parsed(content).deleting or []
             # It stays known until this process has deleted it.
-            self._note = self._note._replace(deleting=list(self.inherited))
+            self._note = msgspec.structs.replace(
+                self._note, deleting=list(self.inherited)
+            )
         return generation
 
     def _in_use(self, content: bytes | None) -> errors.UserError:
@@ -346,7 +348,7 @@ def holder(folder: pathlib.Path) -> str:
 def _parsed(content: bytes) -> Note:
     """Parses a note; one that no run has written has no owner."""
     try:
-        return jsonfile.parse(jsonfile.loads(content), Note, extra_keys=True)
+        return jsonfile.parse(jsonfile.loads(content), Note)
     except ValueError:
         return Note("", 0)
 

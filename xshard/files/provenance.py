@@ -9,6 +9,8 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import msgspec
+
 from xshard import errors
 
 _LIBRARIES = ("jax", "jaxlib", "dm-haiku", "optax", "numpy", "tensorstore")
@@ -19,7 +21,7 @@ _ARITHMETIC = ("chip", "libraries", "flags")
 SCHEDULER_FLAG = "xla_cpu_enable_concurrency_optimized_scheduler"
 
 
-class Identity(NamedTuple):
+class Identity(msgspec.Struct, frozen=True):
     """The identity of a run, which is part of everything that the run writes.
 
     Attributes:

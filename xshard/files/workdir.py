@@ -46,6 +46,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import ml_collections
+import msgspec
 
 from xshard import config_values, errors
 from xshard.files import claim as claim_lib
@@ -326,7 +327,7 @@ class Workdir:
                 identity = self.identity() or identity_lib.new(config)
             step_program = step_program or self.step_program() or identity_lib.STEP
             run = {
-                **identity._asdict(),
+                **msgspec.structs.asdict(identity),
                 identity_lib.STEP_PROGRAM: step_program,
                 **sources.of_experiment(str(config.get("experiment"))),
             }

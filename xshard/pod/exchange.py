@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from xshard import errors
@@ -27,31 +28,7 @@ _RETRY_SECONDS = 0.05
 _ALIVE_SECONDS = 1.0
 # Arrays of JAX on CPUs begin at a multiple of so many bytes.
 _ALIGNMENT = 64
-_MESSAGES: dict[str, type[Any]] = {
-    kind.__name__: kind
-    for kind in (
-        generations.Ready,
-        generations.Prepared,
-        generations.Broken,
-        generations.Odd,
-        generations.Admit,
-        generations.Restored,
-        generations.Leaving,
-        generations.Alive,
-        generations.Prepare,
-        generations.Begin,
-        generations.Arrivals,
-        generations.Restore,
-        generations.Admitted,
-        generations.Bye,
-        generations.Joined,
-        generations.Contribution,
-        generations.Result,
-        generations.Received,
-    )
-}
-# The keys of a header besides those of the message.
-_KIND = "message"
+# The key of a header besides those of the message.
 _WORDS = "words"
 
 
@@ -64,35 +41,6 @@ def lease_seconds(heartbeat_seconds: float) -> float:
     launcher, which replaces it after `heartbeat_seconds` without a message.
     """
     return heartbeat_seconds / 2
-
-
-def to_header(message: Any) -> dict[str, Any]:
-    """Returns the header of a message."""
-    return {_KIND: type(message).__name__, **_as_json(message)}
-
-
-def from_header(
-    header: dict[str, Any], messages: Mapping[str, type[Any]] = _MESSAGES
-) -> Any:
-    """Returns the message of a header; raises ValueError if there is none.
-
-    Args:
-      header: the header.
-      messages: the messages that there are, by their names.
-    """
-    values = dict(header)
-    kind = messages.get(values.pop(_KIND, ""))
-    if kind is None:
-        raise ValueError("it is no message of this protocol")
-    return jsonfile.parse(values, kind)
-
-
-def _as_json(value: Any) -> Any:
-    if hasattr(value, "_asdict"):
-        return {name: _as_json(item) for name, item in value._asdict().items()}
-    if isinstance(value, tuple):
-        return [_as_json(item) for item in value]
-    return value
 
 
 class _Words:
@@ -310,7 +258,7 @@ class Exchange:
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._member = generations.Member(number, heartbeat_seconds, self)
         self._hello = links.Hello(number, socket.gethostname(), os.getpid(), {})
-        hello = self._hello._replace(facts=dict(facts))
+        hello = msgspec.structs.replace(self._hello, facts=dict(facts))
         sock = self._meet(address, hello, start_seconds, look)
         # The address by which the meeting is reached is one that others can reach.
         host, *_ = sock.getsockname()
@@ -483,7 +431,7 @@ class Exchange:
             if number not in self._peers:
                 return
             link = self._peers[number]
-        header = to_header(message)
+        header = msgspec.to_builtins(message)
         if payload and isinstance(payload[0], list):
             self._loop.send(link, {**header, _WORDS: payload})
         else:
@@ -542,7 +490,7 @@ class Exchange:
         self, link: links.Link, header: dict[str, Any], arrays: list[np.ndarray]
     ) -> None:
         words = header.pop(_WORDS, None)
-        message = from_header(header)
+        message = jsonfile.parse(header, generations.Message)
         if isinstance(message, generations.Alive):
             # An answer may have waited here for long, so its own age counts.
             self._answered = message.time or time.monotonic()

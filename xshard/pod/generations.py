@@ -20,7 +20,9 @@ leader is one that has come furthest.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
+
+import msgspec
 
 # Where members send messages to that are for the meeting.
 MEETING = -1
@@ -36,16 +38,20 @@ _RUN_HAS_ENDED = "the run has ended"
 _ALL_ARE_LOST = "all members are lost"
 
 
+class Tagged(msgspec.Struct, tag=True, tag_field="message"):
+    """A message, whose JSON has the name of its class as "message"."""
+
+
 # Messages to the meeting.
 
 
-class Ready(NamedTuple):
+class Ready(Tagged):
     """A process could take a place now."""
 
     address: str
 
 
-class Prepared(NamedTuple):
+class Prepared(Tagged):
     """A member accepts nothing of earlier generations any more.
 
     Attributes:
@@ -59,21 +65,21 @@ class Prepared(NamedTuple):
     units: tuple[int, ...] = ()
 
 
-class Broken(NamedTuple):
+class Broken(Tagged):
     """A member has lost its connection to another."""
 
     generation: int
     peer: int
 
 
-class Odd(NamedTuple):
+class Odd(Tagged):
     """A member computes other things than the rest."""
 
     number: int
     why: str
 
 
-class Admit(NamedTuple):
+class Admit(Tagged):
     """The leader lets newcomers in.
 
     Attributes:
@@ -85,17 +91,17 @@ class Admit(NamedTuple):
     word: Any
 
 
-class Restored(NamedTuple):
+class Restored(Tagged):
     """A newcomer has restored the state before an exchange."""
 
     exchange: int
 
 
-class Leaving(NamedTuple):
+class Leaving(Tagged):
     """A member has made its last exchange."""
 
 
-class Alive(NamedTuple):
+class Alive(Tagged):
     """A process sends this now and then, and has it back if the meeting answers.
 
     Attributes:
@@ -110,13 +116,13 @@ class Alive(NamedTuple):
 # Messages of the meeting.
 
 
-class Prepare(NamedTuple):
+class Prepare(Tagged):
     """A generation begins."""
 
     generation: int
 
 
-class Peer(NamedTuple):
+class Peer(msgspec.Struct, frozen=True):
     """A member of a generation.
 
     Attributes:
@@ -130,7 +136,7 @@ class Peer(NamedTuple):
     units: tuple[int, ...] = ()
 
 
-class Begin(NamedTuple):
+class Begin(Tagged):
     """A generation has begun.
 
     Attributes:
@@ -146,33 +152,33 @@ class Begin(NamedTuple):
     takeovers: int
 
 
-class Arrivals(NamedTuple):
+class Arrivals(Tagged):
     """Whether newcomers wait for whom there is room."""
 
     waiting: bool
 
 
-class Restore(NamedTuple):
+class Restore(Tagged):
     """A newcomer is to restore the state before an exchange."""
 
     exchange: int
     word: Any
 
 
-class Admitted(NamedTuple):
+class Admitted(Tagged):
     """All newcomers have come that could."""
 
     exchange: int
 
 
-class Bye(NamedTuple):
+class Bye(Tagged):
     """All members are done."""
 
 
 # Messages between members.
 
 
-class Joined(NamedTuple):
+class Joined(Tagged):
     """A member has connected to its leader."""
 
     generation: int
@@ -180,7 +186,7 @@ class Joined(NamedTuple):
     exchange: int
 
 
-class Contribution(NamedTuple):
+class Contribution(Tagged):
     """A part of what a member contributes, or `_NO_PART`."""
 
     generation: int
@@ -189,7 +195,7 @@ class Contribution(NamedTuple):
     label: str
 
 
-class Result(NamedTuple):
+class Result(Tagged):
     """A part of a result."""
 
     generation: int
@@ -197,7 +203,7 @@ class Result(NamedTuple):
     part: int
 
 
-class Received(NamedTuple):
+class Received(Tagged):
     """A member has a result."""
 
     generation: int

@@ -19,8 +19,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import connection as mp_connection
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 import numpy as np
 
 from xshard.files import jsonfile
@@ -64,9 +65,9 @@ class Connection(mp_connection.Connection):
         super().__init__(os.dup(sock.fileno()))
         self._socket = sock
 
-    def send(self, message: NamedTuple) -> None:
+    def send(self, message: msgspec.Struct) -> None:
         """Sends a message as JSON, not as a pickle."""
-        self.send_bytes(json.dumps(message._asdict()).encode())
+        self.send_bytes(json.dumps(msgspec.to_builtins(message)).encode())
 
     def recv(self) -> Any:
         """Returns the next message; raises ValueError if it is no JSON object."""
@@ -118,7 +119,7 @@ def time_limit(seconds: float, *connections: Connection) -> Iterator[None]:
         timer.cancel()
 
 
-class Hello(NamedTuple):
+class Hello(msgspec.Struct, frozen=True):
     """What a process says when it connects.
 
     Attributes:
@@ -134,7 +135,7 @@ class Hello(NamedTuple):
     facts: dict[str, str]
 
 
-class Answer(NamedTuple):
+class Answer(msgspec.Struct, frozen=True):
     """The answer to a hello.
 
     Attributes:

@@ -27,6 +27,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing import connection as mp_connection
 from typing import Annotated, Any, NamedTuple
 
+import msgspec
+
 from xshard import errors
 from xshard.base import formatting
 from xshard.files import jsonfile
@@ -164,17 +166,20 @@ def meet(
 # The messages, and the connections that carry them.
 
 
-def _is_name(text: str) -> bool:
-    return text.isprintable() and len(text) <= _MAX_NAME_CHARACTERS
+_Name = Annotated[str, msgspec.Meta(max_length=_MAX_NAME_CHARACTERS)]
 
 
-# Texts that are printed later. Without a token anybody may have sent them, also with
-# characters that a terminal would obey.
-_Name = Annotated[str, jsonfile.Rule("the name of a host", _is_name)]
-_Text = Annotated[str, jsonfile.Rule("a printable text", str.isprintable)]
+def _check_printable(*texts: str) -> None:
+    """Raises ValueError if a text that is printed later has other characters.
+
+    Without a token anybody may have sent it, with what a terminal would obey.
+    """
+    for text in texts:
+        if not text.isprintable():
+            raise ValueError(f"{text!r} is not printable")
 
 
-class _Hello(NamedTuple):
+class _Hello(msgspec.Struct, frozen=True):
     """The description that a process sends of itself.
 
     Attributes:
@@ -191,13 +196,16 @@ class _Hello(NamedTuple):
     pid: int
     facts: dict[str, str]
 
+    def __post_init__(self) -> None:
+        _check_printable(self.host)
+
     @property
     def name(self) -> str:
         """The process, as messages name it."""
         return f"process {self.process_id} on {self.host}"
 
 
-class _Leaving(NamedTuple):
+class _Leaving(msgspec.Struct, frozen=True):
     """The message of a process on which a signal arrives while it waits.
 
     Attributes:
@@ -207,7 +215,7 @@ class _Leaving(NamedTuple):
     signal: str
 
 
-class _Answer(NamedTuple):
+class _Answer(msgspec.Struct, frozen=True):
     """The answer of process 0, which has one of three forms.
 
     Attributes:
@@ -218,9 +226,12 @@ class _Answer(NamedTuple):
     """
 
     hosts: tuple[_Name, ...] = ()
-    error: _Text = ""
-    stopped: _Text = ""
+    error: str = ""
+    stopped: str = ""
     signal: str = ""
+
+    def __post_init__(self) -> None:
+        _check_printable(*self.hosts, self.error, self.stopped)
 
 
 # Process 0.
@@ -347,7 +358,7 @@ class _Server:
         mismatch = _mismatch(self._hello, hello, present)
         if mismatch is None:
             # The facts have been compared, and may be large.
-            known = hello._replace(facts={})
+            known = msgspec.structs.replace(hello, facts={})
             self._guests[hello.process_id] = _Guest(known, connection)
             return
         with connection, contextlib.suppress(OSError):

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from xshard import errors
 from xshard.base import clock, formatting
 from xshard.files import disk, jsonfile
@@ -45,7 +47,7 @@ _WRITTEN_PER_SECOND = 256
 _RATE_ROWS = 60
 
 
-class _Row(NamedTuple):
+class _Row(msgspec.Struct, frozen=True):
     """The status of a process in the file; `Status.row` describes it."""
 
     doing: str
@@ -208,7 +210,7 @@ def read_if_exists(directory: pathlib.Path) -> list[dict[str, Any]] | None:
 
 def check_row(row: Any) -> None:
     """Raises ValueError if a JSON value is not a status as `Status.row` returns it."""
-    parsed = jsonfile.parse(row, _Row, extra_keys=True)
+    parsed = jsonfile.parse(row, _Row)
     # A process that trained knows the step it started from.
     if parsed.trained and (parsed.first is None or parsed.step is None):
         raise ValueError(f"first is {parsed.first} and step {parsed.step}")

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import ml_collections
+import msgspec
 
 from xshard import checkpoint, errors
 from xshard.files import identity as identity_lib
+from xshard.files import jsonfile, workdir
 from xshard.files import provenance as provenance_lib
-from xshard.files import workdir
 from xshard.pod import host_collectives
 from xshard.training import state as state_lib
 
@@ -19,7 +20,7 @@ from xshard.training import state as state_lib
 _NOTED = ("evaluated", "watched", "fingerprint", identity_lib.STEP_PROGRAM, "rows")
 
 
-class ResumePlan(NamedTuple):
+class ResumePlan(msgspec.Struct, frozen=True):
     """The run that starts or resumes; equal on all processes.
 
     Attributes:
@@ -95,10 +96,10 @@ def identify(
       UserError: if the directory or the checkpoints belong to another run, or if a
         changed value would make this another run.
     """
-    plan = channel.on_process_0(lambda: _identify(config, directory, set_aside))
-    # It arrives as JSON, which turns named tuples into lists.
-    identity, *others = plan
-    return ResumePlan(provenance_lib.Identity(*identity), *others)
+    plan = channel.on_process_0(
+        lambda: msgspec.to_builtins(_identify(config, directory, set_aside))
+    )
+    return jsonfile.parse(plan, ResumePlan)
 
 
 def _identify(

@@ -15,9 +15,10 @@ between carries out the same roll-back when it is started again. The wing
 
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import jax
+import msgspec
 import numpy as np
 
 from xshard import checkpoint, errors, hooks
@@ -29,12 +30,10 @@ from xshard.optimizers import optax as optax_optimizer
 from xshard.pod import host_collectives
 from xshard.training import state as state_lib
 
-_Scale = Annotated[
-    float, jsonfile.Rule("a number above 0 and up to 1", lambda x: 0 < x <= 1)
-]
+_Scale = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 
-class RollBack(NamedTuple):
+class RollBack(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A roll-back that the run has decided on, as its file records it.
 
     Attributes:
@@ -205,9 +204,10 @@ class Past(hooks.Hook):
         Raises:
           UserError: on all processes, if a run cannot have written the file.
         """
-        values = self._channel.on_process_0(lambda: read(self._path))
-        # They arrive as JSON, which turns named tuples into lists.
-        self.entries = [RollBack(*value) for value in values]
+        values = self._channel.on_process_0(
+            lambda: msgspec.to_builtins(read(self._path))
+        )
+        self.entries = jsonfile.parse(values, list[RollBack])
         self._in_effect = in_effect(self.entries)
         given_up = []
         for entry in self.entries:
@@ -219,7 +219,7 @@ class Past(hooks.Hook):
         """Records a roll-back, which the next call of `begin` carries out."""
         # Nothing has been changed yet: a kill before this write leaves no trace, and
         # one after it is completed.
-        values = [x._asdict() for x in (*self.entries, entry)]
+        values = msgspec.to_builtins([*self.entries, entry])
         self._channel.on_process_0(lambda: self._directory.write(self._path, values))
 
     def prepare(self, step: int, state: state_lib.TrainState) -> state_lib.TrainState:
