@@ -393,10 +393,10 @@ BUDGETS = {
     "tokens of xshard/base": 8_300,
     # The weights of others are converted here, in place of rules read from a file.
     "tokens of xshard/checkpoint": 30_400,
-    "tokens of xshard/data": 11_400,
+    "tokens of xshard/data": 10_500,
     "tokens of xshard/dryrun": 9_700,
     "tokens of xshard/export": 2_900,
-    "tokens of xshard/files": 12_900,
+    "tokens of xshard/files": 11_600,
     "tokens of xshard/learners": 18_500,
     "tokens of xshard/logical": 12_300,
     "tokens of xshard/metrics": 11_000,
@@ -417,11 +417,11 @@ BUDGETS = {
     # A save checks its arguments and arrays by the functions that all others use. What
     # an array is stands in a file of its own, since the launcher imports no JAX.
     "files of a checkpoint": 38,
-    "tokens of a checkpoint": 31_300,
+    "tokens of a checkpoint": 30_000,
     "files of the loop": 165,
     "tokens of the loop": 187_700,
     "files of a run": 199,
-    "tokens of a run": 218_500,
+    "tokens of a run": 212_200,
     "floors": 12,
     "classes": 365,
     "words of docstrings and comments": 113_300,
