@@ -3296,55 +3296,62 @@ def test_37_what_a_config_holds_comes_back(sign):
 
 
 CONFIG_REFUSED = {
-    "enum": (ConfigColour.RED, "Write its name, or"),
-    "int_enum": (ConfigLevel.LOW, "Write its name, or"),
-    "str_enum": (ConfigWord.A, "Write its name, or"),
-    "str_subclass": (ConfigText("a"), "Write its name, or"),
-    "numpy_bool": (np.bool_(False), ".tolist()"),
-    "numpy_float": (np.float64(0.5), ".tolist()"),
-    "numpy_int": (np.int64(3), ".tolist()"),
-    "numpy_array": (np.arange(2000), ".tolist()"),
-    "numpy_0d": (np.array(3), ".tolist()"),
-    "dtype": (np.dtype("int8"), "Write its name, or"),
-    "set": ({1, 2}, "Write its name, or"),
-    "frozenset": (frozenset("ab"), "Write its name, or"),
-    "bytes": (b"ab", "Write its name, or"),
-    "path": (pathlib.PurePosixPath("/a"), "Write its name, or"),
-    "slice": (slice(0, 3), "Write its name, or"),
-    "range": (range(3), "Write its name, or"),
-    "complex": (1j, "Write its name, or"),
-    "decimal": (decimal.Decimal("0.1"), "Write its name, or"),
-    "date": (datetime.date(2020, 1, 2), "Write its name, or"),
-    "module": (math, "Write its name, or"),
-    "partial": (
-        functools.partial(config_triple, 1),
-        "arguments of a functools.partial",
-    ),
-    "renamed": (lambda x: x, "a lambda has none"),
-    "made": (optax.constant_schedule(0.5), "a lambda has none"),
-    "method": (collections.OrderedDict().keys, "the object of a method"),
-    "instance": (object(), "Write its name, or"),
-    "named_tuple": (ConfigPair(1, 2), "Write its name, or"),
-    "halves": ("\ud83d\ude00", "halves of one character"),
-    "reserved_text": ("$import a:b", "another text"),
-    "long": (10**5000, "bits"),
-    "in_list": ([1, {2}], "own.v.1={2}"),
-    "dict_in_list": ([{"a": 1}], "own.v.0={'a': 1}"),
-    "int_key": ({1: "a"}, "so write '1'"),
-    "mixed_keys": ({1: "a", "b": 2}, "so write '1'"),
-    "enum_key": ({ConfigWord.A: 1}, "so write 'a'"),
-    "required": (config_dict.required_placeholder(int), "own.v is required"),
+    "enum": ConfigColour.RED,
+    "int_enum": ConfigLevel.LOW,
+    "str_enum": ConfigWord.A,
+    "str_subclass": ConfigText("a"),
+    "numpy_bool": np.bool_(False),
+    "numpy_float": np.float64(0.5),
+    "numpy_int": np.int64(3),
+    "numpy_array": np.arange(2000),
+    "numpy_0d": np.array(3),
+    "dtype": np.dtype("int8"),
+    "set": {1, 2},
+    "frozenset": frozenset("ab"),
+    "bytes": b"ab",
+    "path": pathlib.PurePosixPath("/a"),
+    "slice": slice(0, 3),
+    "range": range(3),
+    "complex": 1j,
+    "decimal": decimal.Decimal("0.1"),
+    "date": datetime.date(2020, 1, 2),
+    "module": math,
+    "partial": functools.partial(config_triple, 1),
+    "renamed": lambda x: x,
+    "made": optax.constant_schedule(0.5),
+    "method": collections.OrderedDict().keys,
+    "instance": object(),
+    "named_tuple": ConfigPair(1, 2),
+    "halves": "\ud83d\ude00",
+    "reserved_text": "$import a:b",
+    "long": 10**5000,
+    "in_list": [1, {2}],
+    "dict_in_list": [{"a": 1}],
+    "int_key": {1: "a"},
+    "mixed_keys": {1: "a", "b": 2},
+    "enum_key": {ConfigWord.A: 1},
+    "required": config_dict.required_placeholder(int),
+}
+CONFIG_MESSAGES = {
+    "numpy_float": r"^own\.v=(np.float64\(0.5\)|0.5), of type float64: .*\.tolist\(\)",
+    "made": "^own.v=<function constant_sched.*, of type function: .* make it in the",
+    "long": "^own.v=an integer of 16610 bits, of type int: ",
+    "in_list": r"^own\.v\.1=\{2\}, of type set: ",
+    "dict_in_list": r"^own\.v\.0=\{'a': 1\}, of type dict: .*without dictionaries",
+    "int_key": "the key 1 of type int in own.v: a key is a text .* such as '1'",
+    "mixed_keys": "such as '1'",
+    "enum_key": "of type ConfigWord in own.v: a key is a text .* such as 'a'",
+    "required": "^own.v is required",
 }
 
 
 @pytest.mark.parametrize("kind", CONFIG_REFUSED)
 def test_37_what_it_cannot_hold_is_refused_before_anything_is_written(tmp_path, kind):
-    value, instead = CONFIG_REFUSED[kind]
     config = _config_of("tests.toy.Toy")
-    config.own.v = value
-    with pytest.raises(errors.UserError, match=r"own\.v") as raised:
+    config.own.v = CONFIG_REFUSED[kind]
+    message = CONFIG_MESSAGES.get(kind, r"^own\.v=.*config.json does not give it back")
+    with pytest.raises(errors.UserError, match=message):
         loop.run(config, str(tmp_path / "run"), "")
-    assert instead in str(raised.value)
     assert not (tmp_path / "run").exists()
 
 
@@ -3354,19 +3361,16 @@ def test_37_a_jax_array_a_cycle_and_the_key_of_the_identity_are_refused():
         config_values.to_json(config)
     cycle = [1]
     cycle.append(cycle)
-    with pytest.raises(errors.UserError, match=r"^a\.1\.1.* nested more than"):
+    with pytest.raises(errors.UserError, match=r"^a\.1\.1.*, at most 100 deep"):
         config_values.to_json(ml_collections.ConfigDict({"a": cycle}))
     with pytest.raises(errors.UserError, match="'_run', under which config.json"):
         config_values.to_json(ml_collections.ConfigDict({"_run": 1}))
     keys = ml_collections.ConfigDict()
     keys["__doc__"] = 1
-    with pytest.raises(errors.UserError, match="'__doc__', an attribute"):
+    with pytest.raises(errors.UserError, match="key '__doc__' .* an attribute"):
         config_values.to_json(keys)
-    large = ml_collections.ConfigDict({"small": 1, "large": (0.123456789,) * 3_000_000})
-    with pytest.raises(errors.UserError, match=r"^large has 45 MB .* to a file"):
-        config_values.check(large)
     dotted = ml_collections.ConfigDict({"a.b": 1}, allow_dotted_keys=True)
-    with pytest.raises(errors.UserError, match="'a.b': a dot separates"):
+    with pytest.raises(errors.UserError, match="'a.b' .* without a dot.* as 'a_b'"):
         config_values.to_json(dotted)
 
 
@@ -3379,12 +3383,12 @@ def test_37_a_function_that_no_other_program_can_import_is_refused(
     # As ml_collections loads a config file.
     monkeypatch.setitem(sys.modules, module.__name__, module)
     config = ml_collections.ConfigDict({"act": module.act})
-    with pytest.raises(errors.UserError, match=r"cannot import .*config.py by its"):
+    with pytest.raises(errors.UserError, match="^act=.*does not give it back"):
         config_values.to_json(config)
     # Another object has the name of this one.
     other = copy.copy(types.FunctionType(config_triple.__code__, globals()))
     other.__module__ = __name__
-    with pytest.raises(errors.UserError, match=":config_triple is another object"):
+    with pytest.raises(errors.UserError, match="^act=.*does not give it back"):
         config_values.to_json(ml_collections.ConfigDict({"act": other}))
 
 

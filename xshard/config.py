@@ -73,7 +73,7 @@ class ReadConfig(ml_collections.FrozenConfigDict):
         object.__setattr__(self, "_read", {})
         if isinstance(config, ml_collections.FrozenConfigDict):
             config = config.as_configdict()
-        super().__init__(config_values.with_tuples(config))
+        super().__init__(config_values.from_json(config))
         # ml_collections has read every item while it copied them.
         object.__setattr__(self, "_read", {})
 
@@ -150,7 +150,7 @@ def check(config: ml_collections.ConfigDict) -> None:
     Raises:
       UserError: with the key, its value and the rule.
     """
-    config_values.check(config)
+    config_values.to_json(config)
     values = flatten(config.to_dict())
     missing = []
     for key in KEYS:
@@ -358,7 +358,6 @@ _text = _must_be(lambda x: isinstance(x, str), "a string")
 _minutes = _must_be(
     lambda x: _is_number(x) and x >= 0, "a number of at least 0; 0 is never"
 )
-_gigabytes = _must_be(lambda x: _is_number(x) and 0 < x < math.inf, "a number above 0")
 _positive = _must_be(lambda x: _is_number(x) and 0 < x < math.inf, "a number above 0")
 _fraction = _must_be(
     lambda x: _is_number(x) and 0 <= x < 1, "a number of at least 0 and below 1"
@@ -883,7 +882,7 @@ KEYS = (
         4.0,
         "The host memory, in GB, for data that is being saved or restored, in addition "
         "to the state.",
-        _gigabytes,
+        _positive,
     ),
 )
 _MAY_CHANGE = {key.name for key in KEYS if key.may_change}

@@ -1,21 +1,17 @@
-"""The values of a config, as config.json holds them.
+"""The values of a config in config.json, a file of JSON.
 
-A run's config is written to config.json, and whatever builds the run again, such as a
-resume, an export or a replay, reads it there. So a config has only values that a file
-of JSON holds exactly: None, bool, int, float, str, and lists, tuples and dictionaries
-of them. A function or a class is held by the path that imports it, as the text
-'$import jax.nn:relu'. Anything else is refused, with what to write instead.
+A config may hold what the file gives back, equal and of the same type: numbers, texts,
+True, False, None, lists, and dictionaries; and functions and classes, each as the path
+that imports it. Anything else is refused, so that a model that is loaded, a replay and
+a run that resumes have the config of the run.
 """
 
-import functools
-import importlib
-import importlib.machinery
 import json
 import os
+import pkgutil
+import reprlib
 import sys
-import types
-from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import ml_collections
 from ml_collections import config_dict
@@ -26,72 +22,50 @@ from xshard import errors
 IMPORT = "$import "
 # The key of config.json that is the run's own; see `xshard.files.workdir`.
 _RESERVED = "_run"
-# The deepest nesting of a config, well below that of the files that are read.
+# The deepest nesting of a config, well below what JSON can be read back from.
 _DEPTH = 100
-# The most bytes of a config, well below those of a file that is read.
-_BYTES = 32_000_000
-# The most characters of a wrong value that a message shows.
-_SHOWN = 60
+# How messages show a value; at most so many characters.
+_SHOWN = reprlib.Repr()
+_SHOWN.maxother = 60
+_SHOWN.maxstring = 60
 
 
 def to_json(config: ml_collections.ConfigDict) -> dict[str, Any]:
     """Converts a config to plain JSON values.
 
     Raises:
-      UserError: if JSON cannot hold a value exactly.
+      UserError: if JSON cannot hold a value exactly: with its key, the value and what
+        to write instead.
     """
     return _dictionary((), config)
 
 
-def check(config: ml_collections.ConfigDict) -> None:
-    """Checks that config.json can hold a config exactly.
+def from_json(value: Any, path: tuple[str, ...] = ()) -> Any:
+    """Returns the values of a config, or of what `to_json` returned, as an experiment
+    gets them: with tuples for all lists, which JSON does not tell apart.
 
-    Raises:
-      UserError: with the key, its value, and what to write instead.
-    """
-    sizes = {}
-    for key, value in to_json(config).items():
-        sizes[key] = len(json.dumps(value, indent=2))
-    if sum(sizes.values()) > _BYTES:
-        largest = max(sizes, key=lambda key: sizes[key])
-        raise errors.UserError(
-            f"{largest} has {sizes[largest] / 1e6:.0f} MB of values, and config.json "
-            f"holds {_BYTES / 1e6:.0f} MB: write them to a file, which the experiment "
-            "reads, and give the config its path."
-        )
-
-
-def from_json(content: dict[str, Any]) -> dict[str, Any]:
-    """Returns the values of a config from what `to_json` returned, with tuples for all
-    lists, as an experiment gets them.
+    Args:
+      value: a value of a config, a dictionary for a config.
+      path: the keys that lead to it.
 
     Raises:
       UserError: if a function or a class cannot be imported.
     """
-
-    def restored(path: tuple[str, ...], value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: restored((*path, key), item) for key, item in value.items()}
-        if isinstance(value, list):
-            items = enumerate(value)
-            return tuple(restored((*path, str(i)), item) for i, item in items)
-        if is_import(value):
-            return _imported_for(".".join(path), value)
-        return value
-
-    return restored((), content)
-
-
-def with_tuples(value: Any) -> Any:
-    """Returns a value of a config, a dictionary for a config, with tuples for lists.
-
-    A file of JSON does not tell them apart, so an experiment does not, either.
-    """
     if isinstance(value, ml_collections.ConfigDict | dict):
-        return {key: with_tuples(value[key]) for key in value}
+        return {key: from_json(value[key], (*path, key)) for key in value}
     if type(value) in (list, tuple):
-        return tuple(with_tuples(item) for item in value)
-    return value
+        items = enumerate(value)
+        return tuple(from_json(item, (*path, str(i))) for i, item in items)
+    if not is_import(value):
+        return value
+    try:
+        return _imported(value)
+    except ImportError as e:
+        raise errors.UserError(
+            f"{'.'.join(path)} is {value.removeprefix(IMPORT)!r} in config.json, which "
+            f"cannot be imported ({e}): make it available there again, or start in the "
+            "directory that the run was started in."
+        ) from e
 
 
 def is_import(value: Any) -> bool:
@@ -99,20 +73,15 @@ def is_import(value: Any) -> bool:
     return isinstance(value, str) and value.startswith(IMPORT)
 
 
-def imported(text: str) -> Any:
-    """Returns the function or the class that a text '$import MODULE:NAME' stands for.
+def is_same_import(text: str, other: str) -> bool:
+    """Returns whether two texts '$import MODULE:NAME' stand for the same object.
 
-    Raises:
-      ImportError: if the module cannot be imported, or lacks the name.
+    A library may have moved it, so that another path leads to it first.
     """
-    module_name, _, name = text.removeprefix(IMPORT).partition(":")
     try:
-        value = importlib.import_module(module_name)
-        for part in name.split("."):
-            value = getattr(value, part)
-    except (AttributeError, ValueError) as e:
-        raise ImportError(str(e)) from e
-    return value
+        return text == other or _imported(text) is _imported(other)
+    except ImportError:
+        return False
 
 
 def described(value: Any) -> str:
@@ -130,54 +99,37 @@ def described(value: Any) -> str:
     return repr(value)
 
 
-def is_same_import(text: str, other: str) -> bool:
-    """Returns whether two texts '$import MODULE:NAME' stand for the same object.
-
-    A library may have moved it, so that another path leads to it first.
+def _imported(text: str) -> Any:
+    """Returns the function or the class that a text '$import MODULE:NAME' stands for;
+    raises ImportError if there is none.
     """
-    if text == other:
-        return True
     try:
-        return imported(text) is imported(other)
+        return pkgutil.resolve_name(text.removeprefix(IMPORT))
     # What the import of a module may raise is not known.
-    except Exception:
-        return False
-
-
-def _imported_for(key: str, text: str) -> Any:
-    try:
-        return imported(text)
-    except ImportError as e:
-        raise errors.UserError(
-            f"{key} is {text.removeprefix(IMPORT)!r} in config.json, which cannot be "
-            f"imported ({e}): make it available there again, or start in the directory "
-            "that the run was started in."
-        ) from e
+    except Exception as e:
+        raise ImportError(str(e)) from e
 
 
 def _value(path: tuple[str, ...], value: Any) -> Any:
     """Returns the JSON value for the value at a path."""
     if len(path) > _DEPTH:
-        _refuse(
-            path,
-            value,
-            f"it is nested more than {_DEPTH} levels deep",
-            "contain less, and not itself",
-        )
+        raise _refusal(path, value)
     if isinstance(value, ml_collections.ConfigDict | dict):
         return _dictionary(path, value)
-    kind = type(value)
-    if kind in (list, tuple):
-        return _list(path, value)
-    if kind is str:
-        return _text(path, value)
-    if kind is int:
-        return _integer(path, value)
-    if value is None or kind in (bool, float):
-        return value
+    if type(value) in (list, tuple):
+        items = []
+        for i, item in enumerate(value):
+            inner = (*path, str(i))
+            if isinstance(item, ml_collections.ConfigDict | dict):
+                # A config that is frozen for a run cannot have these.
+                raise _refusal(inner, item)
+            items.append(_value(inner, item))
+        return items
     if callable(value):
         return _import(path, value)
-    _refuse(path, value, _cannot(kind), _instead(value))
+    if not _comes_back(value):
+        raise _refusal(path, value)
+    return value
 
 
 def _dictionary(path: tuple[str, ...], value: Any) -> dict[str, Any]:
@@ -191,8 +143,17 @@ def _dictionary(path: tuple[str, ...], value: Any) -> dict[str, Any]:
         # are of several types.
         fields = config_dict.CustomJSONEncoder().default(value)
     for key in fields:
-        name = _key(path, key)
-        inner = (*path, name)
+        is_reserved = hasattr(object, str(key)) or (not path and key == _RESERVED)
+        if is_reserved or not _comes_back(key) or type(key) is not str or "." in key:
+            raise errors.UserError(
+                f"The config has the key {_SHOWN.repr(key)} of type "
+                f"{type(key).__name__} in {'.'.join(path) or 'itself'}: a key is a "
+                "text without a dot, which separates the keys of a path, and neither "
+                f"{_RESERVED!r}, under which config.json holds the run's identity, nor "
+                "an attribute of every object of Python. Give it another name, such as "
+                f"{str(getattr(key, 'value', key)).strip('_').replace('.', '_')!r}."
+            )
+        inner = (*path, key)
         try:
             item = value[key]
         except config_dict.RequiredValueError:
@@ -200,89 +161,19 @@ def _dictionary(path: tuple[str, ...], value: Any) -> dict[str, Any]:
                 f"{'.'.join(inner)} is required and has no value: set it in the "
                 f"config file, or by --config.{'.'.join(inner)}=VALUE."
             ) from None
-        items[name] = _value(inner, item)
+        items[key] = _value(inner, item)
     return items
 
 
-def _list(path: tuple[str, ...], value: Any) -> list[Any]:
-    items = []
-    for i, item in enumerate(value):
-        inner = (*path, str(i))
-        # A config that is frozen for a run cannot have these.
-        if isinstance(item, ml_collections.ConfigDict | dict):
-            _refuse(
-                inner,
-                item,
-                "a list of a config cannot hold a dictionary",
-                "a dictionary of dictionaries by name, or a tuple of pairs "
-                "(key, value)",
-            )
-        if isinstance(item, ml_collections.FieldReference):
-            _refuse(
-                inner,
-                item,
-                "a list of a config cannot hold a reference",
-                "the value itself",
-            )
-        items.append(_value(inner, item))
-    return items
-
-
-def _key(path: tuple[str, ...], key: Any) -> str:
-    """Checks a key of a dictionary, and returns it."""
-    where = f" in {'.'.join(path)}" if path else ""
-    if type(key) is not str:
-        raise errors.UserError(
-            f"The config has the key {_shown(key)}{where}, of type "
-            f"{type(key).__name__}: keys are strings in config.json, so write "
-            f"{str(getattr(key, 'value', key))!r}."
-        )
-    if "." in key:
-        raise errors.UserError(
-            f"The config has the key {_shown(key)}{where}: a dot separates the keys of "
-            f"a path, so write {key.replace('.', '_')!r}, or a dictionary within."
-        )
-    if hasattr(object, key):
-        raise errors.UserError(
-            f"The config has the key {key!r}{where}, an attribute of every object of "
-            "Python: give it another name."
-        )
-    if not path and key == _RESERVED:
-        raise errors.UserError(
-            f"The config has the key {key!r}, under which config.json holds the run's "
-            "identity: give it another name."
-        )
-    _text((*path, key), key)
-    return key
-
-
-def _text(path: tuple[str, ...], value: str) -> str:
-    if json.loads(json.dumps(value)) != value:
-        _refuse(
-            path,
-            value,
-            "its surrogates are halves of one character, which JSON joins",
-            "the character itself",
-        )
-    if is_import(value):
-        _refuse(
-            path,
-            value,
-            "in config.json such a text stands for a function or a class",
-            "another text, or the function or class itself",
-        )
-    return value
-
-
-def _integer(path: tuple[str, ...], value: int) -> int:
+def _comes_back(value: Any) -> bool:
+    """Returns whether JSON gives a value back, equal and of the same type."""
     try:
-        str(value)
-    except ValueError:
-        raise errors.UserError(
-            f"{'.'.join(path)} is an integer of {value.bit_length()} bits, more than "
-            "Python writes to a file: write it in hexadecimal, as a text."
-        ) from None
-    return value
+        back = json.loads(json.dumps(value))
+    except (TypeError, ValueError, RecursionError):
+        return False
+    # NaN is not equal to itself.
+    is_equal = back == value or back != back
+    return is_equal and type(back) is type(value) and not is_import(value)
 
 
 def _import(path: tuple[str, ...], value: Any) -> str:
@@ -293,34 +184,18 @@ def _import(path: tuple[str, ...], value: Any) -> str:
     """
     name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
     module_name = getattr(value, "__module__", None) or type(value).__module__
-    if isinstance(name, str) and isinstance(module_name, str):
-        for text in _candidates(module_name, name):
-            module_name, _, _ = text.removeprefix(IMPORT).partition(":")
-            if _is_importable(module_name) and _leads_to(text, value):
+    # A library defines its functions in private modules, which move from version to
+    # version: jax.nn.relu is in jax._src.nn.functions.
+    parts = [part for part in str(module_name).split(".") if not part.startswith("_")]
+    public = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+    for module in (*public, module_name):
+        text = f"{IMPORT}{module}:{name}"
+        try:
+            if _is_importable(module) and _imported(text) is value:
                 return text
-    _refuse(path, value, _no_path(value), _function_instead(value))
-
-
-def _candidates(module_name: str, name: str) -> Iterator[str]:
-    """Yields the texts '$import MODULE:NAME' that may stand for what a module defines
-    under a name.
-    """
-    parts = module_name.split(".")
-    public = [part for part in parts if not part.startswith("_")]
-    if len(public) < len(parts):
-        # A library defines its functions in private modules, which move from version to
-        # version: jax.nn.relu is in jax._src.nn.functions.
-        for length in range(len(public), 0, -1):
-            yield f"{IMPORT}{'.'.join(public[:length])}:{name}"
-    yield f"{IMPORT}{module_name}:{name}"
-
-
-def _leads_to(text: str, value: Any) -> bool:
-    try:
-        return imported(text) is value
-    # What the import of a module may raise is not known.
-    except Exception:
-        return False
+        except ImportError:
+            continue
+    raise _refusal(path, value)
 
 
 def _is_importable(name: str) -> bool:
@@ -330,104 +205,29 @@ def _is_importable(name: str) -> bool:
     That Python has a module of this name means little: it may be the config file, which
     was not found by its name but by its path.
     """
-    path = None
-    spec = None
-    parts = name.split(".")
-    for i in range(len(parts)):
-        spec = _find_spec(".".join(parts[: i + 1]), path)
-        if spec is None:
-            return False
-        path = spec.submodule_search_locations
-    file = getattr(sys.modules.get(name), "__file__", None)
-    if spec is None or not spec.has_location or not spec.origin or not file:
-        return name != "__main__"
-    return os.path.realpath(spec.origin) == os.path.realpath(file)
-
-
-def _find_spec(name: str, path: Any) -> importlib.machinery.ModuleSpec | None:
-    """Searches for a module, also if Python has it already."""
+    package = name.partition(".")[0]
+    file = getattr(sys.modules.get(package), "__file__", None)
     for finder in sys.meta_path:
-        # A finder of the import system before Python 3.4 has no such method.
-        find = getattr(finder, "find_spec", None)
-        spec = find(name, path) if find else None
+        spec = finder.find_spec(package, None)
         if spec is not None:
-            return spec
-    return None
+            if file is None or not spec.has_location or spec.origin is None:
+                return name != "__main__"
+            return os.path.realpath(spec.origin) == os.path.realpath(file)
+    return False
 
 
-def _no_path(value: Any) -> str:
-    """Returns why no path leads to a function or a class."""
-    if isinstance(value, functools.partial):
-        return "config.json cannot hold the arguments of a functools.partial"
-    name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
-    if not isinstance(name, str):
-        return _cannot(type(value))
-    owner = getattr(value, "__self__", None)
-    if owner is not None and not isinstance(owner, types.ModuleType):
-        return "config.json cannot hold the object of a method"
-    if "<lambda>" in name:
-        return "config.json holds a function by its name, and a lambda has none"
-    if "<locals>" in name:
-        return (
-            "config.json holds a function by the path that imports it, and one that "
-            "another function made has none"
-        )
-    module_name = getattr(value, "__module__", None)
-    if isinstance(module_name, str) and not _is_importable(module_name):
-        where = f"the module {module_name!r}"
-        file = getattr(sys.modules.get(module_name), "__file__", None)
-        if file:
-            where = file
-        return (
-            "config.json holds a function by the path that imports it, and another "
-            f"program cannot import {where} by its name"
-        )
-    return (
-        f"config.json holds a function by the path that imports it, and "
-        f"{module_name}:{name} is another object"
-    )
-
-
-def _function_instead(value: Any) -> str:
-    name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
-    is_function = isinstance(name, str) or isinstance(value, functools.partial)
-    if not is_function:
-        return _instead(value)
-    return (
-        "a function or class at the top of a module that can be imported, such as the "
-        "experiment's, or its name and arguments, from which the experiment makes it"
-    )
-
-
-def _cannot(kind: type) -> str:
-    name = kind.__qualname__
-    if kind.__module__ != "builtins":
-        name = f"{kind.__module__}.{name}"
-    return f"config.json cannot hold a value of type {name} exactly"
-
-
-def _instead(value: Any) -> str:
-    """Returns what to write instead of a value that is refused."""
-    if hasattr(value, "tolist"):
-        # Of NumPy or JAX.
-        return "its numbers, as .tolist() returns them"
-    return (
-        "its name, or the numbers and texts that it is made from, or a tuple or a "
-        "dictionary of them, and make it in the experiment"
-    )
-
-
-def _shown(value: Any) -> str:
+def _refusal(path: tuple[str, ...], value: Any) -> errors.UserError:
+    """Returns the error for a value that config.json does not give back."""
     try:
-        shown = repr(value)
-    # A value of the user's own type, or one that contains itself.
-    except Exception:
-        shown = f"a {type(value).__name__}"
-    shown = " ".join(shown.split())
-    return f"{shown[:_SHOWN]}..." if len(shown) > _SHOWN else shown
-
-
-def _refuse(path: tuple[str, ...], value: Any, reason: str, instead: str) -> NoReturn:
-    raise errors.UserError(
-        f"{'.'.join(path)}={_shown(value)}: {reason}. Write {instead}."
+        shown = _SHOWN.repr(value)
+    except ValueError:
+        shown = f"an integer of {value.bit_length()} bits"
+    return errors.UserError(
+        f"{'.'.join(path)}={shown}, of type {type(value).__name__}: "
+        "config.json does not give it back. A config holds numbers, texts, True, False "
+        "and None, of Python's own types; dictionaries; tuples and lists without "
+        f"dictionaries, at most {_DEPTH} deep; and functions and classes that a module "
+        "has under their names, without arguments. Write numbers as an array's "
+        ".tolist() returns them; or a name, or the numbers and texts that it is made "
+        "from, and make it in the experiment."
     )

@@ -124,15 +124,12 @@ class Workdir:
         config = _read(self.config, "config")
         if config is None:
             return None
-        content: Any = config.get(IDENTITY)
         try:
-            return provenance_lib.Identity(
-                id=str(content["id"]), fingerprint=str(content["fingerprint"])
-            )
-        except (TypeError, KeyError) as e:
+            return jsonfile.parse(config.get(IDENTITY), provenance_lib.Identity)
+        except ValueError as e:
             raise errors.UserError(
-                f"{self.config} is not a valid config of a run: '{IDENTITY}' is "
-                f"{content!r}; give a new --workdir."
+                f"{self.config} is not a valid config of a run: in '{IDENTITY}', "
+                f"{e}; give a new --workdir."
             ) from e
 
     def run_id(self) -> str:
