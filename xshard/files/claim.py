@@ -18,7 +18,7 @@ A warning says so once. A bucket has the same lease; see `xshard.checkpoint.lock
 A process may be suspended between the look at the note and the act itself. Each holder
 replaces a file of rows before it appends to it, so that a predecessor's late row goes
 to a file that no longer has the name; see `xshard.metrics.writers`. What protects
-checkpoints says `xshard.checkpoint.lock`.
+checkpoints is described in `xshard.checkpoint.lock`.
 """
 
 import contextlib

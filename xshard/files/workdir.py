@@ -386,8 +386,7 @@ class Workdir:
             for name in names:
                 # Another process that has taken the directory over may have done this,
                 # and begun a new run.
-                if self.claim is not None:
-                    self.claim.check()
+                self._check(folder)
                 os.rename(self.path / name, folder / name)
             disk.sync(folder)
             disk.sync(self.path)
