@@ -288,7 +288,8 @@ def test_differentiation_of_a_rules_own_is_each_replicas():
     for shard_update in (False, True):
 
         def make(shard_update=shard_update):
-            adam = xshard.OptaxOptimizer(optax.adam(0.1), name="adam")
+            # A gradient near 0 must not become a step of 0.1 by its rounding.
+            adam = xshard.OptaxOptimizer(optax.adam(0.1, eps=1e-2), name="adam")
             inner = xshard.CrossShardOptimizer(adam, shard_update=shard_update)
             return xshard.MixedPrecisionLossScaleOptimizer(Perturbed(inner), "dynamic")
 
@@ -317,7 +318,7 @@ def test_differentiation_of_a_rules_own_is_each_replicas():
         ends.append(jax.jit(run)(state, x))
     (replicated, _), (sharded, _) = ends
     assert int(replicated[1]) == 2
-    # Sums are in another order, and Adam divides by the magnitude of a gradient.
+    # Sums are in another order.
     harness.assert_close(ends[1], ends[0], rtol=1e-5, atol=1e-6)
     harness.assert_equal(sharded[1:], replicated[1:])
 
