@@ -409,6 +409,8 @@ class PlainSteps(experiment.LanguageModel):
 
 def first_step(config, devices):
     """Returns the loss and the gradients of a step, and the rows of its collectives."""
+    # The rule of these steps has no loss scale.
+    config.loss_scale.kind = "none"
     language_model, mesh = (
         PlainSteps(config),
         mesh_lib.make_mesh(model=config.model_parallel, devices=devices),
