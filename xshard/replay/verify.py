@@ -53,7 +53,7 @@ def kill(config: dict[str, Any]) -> tuple[int, int]:
     return step, (step - 1) // every * every
 
 
-class Killer:
+class Killer(writers.Writer):
     """A writer that kills its own process at a random step, once the checkpoint before
     that step is complete.
     """
@@ -72,12 +72,6 @@ class Killer:
         while self._saved not in comparison.checkpoints(self._directory):
             time.sleep(_POLL_SECONDS)
         os.kill(os.getpid(), signal.SIGKILL)
-
-    def flush(self) -> None:
-        """Does nothing."""
-
-    def close(self) -> None:
-        """Does nothing."""
 
 
 def verify(flags: Sequence[str], steps: int, say: Callable[[str], None]) -> bool:
