@@ -10,7 +10,7 @@ import json
 import math
 import pathlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -106,13 +106,7 @@ def read_lines(path: pathlib.Path) -> Iterator[tuple[bool, dict[str, Any] | None
                 yield line.endswith(b"\n"), value
 
 
-def write(
-    path: pathlib.Path,
-    value: Any,
-    *,
-    keep_nonfinite: bool = False,
-    replace: Callable[[pathlib.Path, bytes], None] = disk.replace,
-) -> None:
+def write(path: pathlib.Path, value: Any, *, keep_nonfinite: bool = False) -> None:
     """Replaces a file, durably, with indented JSON; raises UserError with the path if
     it cannot be written.
 
@@ -121,11 +115,10 @@ def write(
       value: the value.
       keep_nonfinite: whether to write numbers that are not finite as Python does, such
         as Infinity, and not as null.
-      replace: replaces a file's content.
     """
     content = json.dumps(value, indent=2) if keep_nonfinite else dumps(value, indent=2)
     with disk.writing(path):
-        replace(path, f"{content}\n".encode())
+        disk.replace(path, f"{content}\n".encode())
 
 
 # An integer of at least 0, as a field of what `parse` returns.

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from xshard.files import disk, jsonfile
+from xshard.files import jsonfile
 
 Row = dict[str, Any]
 
@@ -212,19 +212,6 @@ def read(path: pathlib.Path, notes: list[str] | None = None) -> Iterator[Row]:
         if len(invalid) > _NAMED_LINES:
             lines += ", …"
         notes.append(f"{path.name}: skipped {len(invalid)} invalid line(s): {lines}.")
-
-
-def newest_with(path: pathlib.Path, name: str) -> Row | None:
-    """Returns the last row in a file that has a value of this name; None without one.
-
-    It reads from the end of the file, so it is fast if such a row is near there.
-    """
-    lines = (disk.read(path) or b"").splitlines()
-    for line in reversed(lines):
-        row = parse(line)
-        if row is not None and name in row:
-            return row
-    return None
 
 
 def by_step(path: pathlib.Path) -> tuple[dict[int, Row], dict[int, Row]]:
