@@ -97,8 +97,8 @@ class Workdir:
     Attributes:
       path: the absolute path of the directory, which need not exist.
       checkpoints: where its checkpoints are unless the config names another place.
-      metrics, samples, norms, results, config, origin, roll_backs: the paths of its
-        files, as listed above.
+      metrics, results, config, origin, roll_backs: the paths of its files, as listed
+        above.
       claim: the claim to the directory, while this process holds it; else None.
     """
 
@@ -106,8 +106,6 @@ class Workdir:
         self.path = pathlib.Path(disk.expanded(path)).absolute()
         self.checkpoints = self.path / "checkpoints"
         self.metrics = self.path / "metrics.jsonl"
-        self.samples = self.path / "samples.jsonl"
-        self.norms = self.path / "norms.jsonl"
         self.results = self.path / RESULTS
         self.config = self.path / "config.json"
         self.origin = self.path / "origin.json"

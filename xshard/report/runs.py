@@ -159,8 +159,8 @@ def _run(
 ) -> Run:
     notes: list[str] = []
     notes_of_job: list[str] = []
-    training, evaluation = read_rows(path / "metrics.jsonl", notes)
-    _, evaluation_job = read_rows(path / "eval" / "metrics.jsonl", notes_of_job)
+    training, evaluation = read_rows(path / rows_lib.NUMBERS, notes)
+    _, evaluation_job = read_rows(path / "eval" / rows_lib.NUMBERS, notes_of_job)
     notes += [f"eval/: {note}" for note in notes_of_job]
     results = _noted(notes, lambda: jsonfile.read_if_exists(path / workdir.RESULTS), {})
     processes = _noted(notes, lambda: status.read_if_exists(path), [])
@@ -183,7 +183,7 @@ def _run(
                 final[formatting.printable(metric)] = numbers
     # The newest samples; if a step has two rows, the later one counts.
     samples: dict[int, dict[str, Any]] = {}
-    for row in _rows(path / "samples.jsonl", notes):
+    for row in _rows(path / rows_lib.FILES[rows_lib.SAMPLES], notes):
         samples[row["step"]] = row
         if len(samples) > _SAMPLES:
             del samples[min(samples)]
@@ -201,7 +201,7 @@ def _run(
         results=final,
         checkpoints=checkpoints,
         samples=[samples[step] for step in sorted(samples)],
-        norms=read_norms(path / "norms.jsonl", notes),
+        norms=read_norms(path / rows_lib.FILES[rows_lib.NORMS], notes),
         notes=notes,
     )
 
