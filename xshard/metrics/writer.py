@@ -110,9 +110,9 @@ class Writer:
     A resumed run starts from a checkpoint and repeats the steps after it. So a writer
     begins by dropping the rows of later steps, as far as its destination supports that.
 
-    A writer is made of a `Part`. What it raises then ends the
-    run. If a method raises later, a line says so, the writer is closed with the others
-    and gets no more rows, and the run goes on; the next part opens it again.
+    A writer is made of a `Part`. What it raises then ends the run. If a method raises
+    later, a line says so, the writer is closed with the others and gets no more rows,
+    and the run goes on; the next part opens it again.
 
     A process that is killed tells its writers nothing. The next one opens them again.
 
