@@ -115,6 +115,15 @@ def parsed(monkeypatch, *arguments):
     return config.value
 
 
+def config_file(folder, *lines):
+    """Writes a config file whose function has these lines; returns its path."""
+    head = "import ml_collections\nfrom ml_collections import config_dict\n"
+    body = "".join(f"    {line}\n" for line in lines)
+    file = folder / "config.py"
+    file.write_text(f"{head}def get_config():\n{body}")
+    return file
+
+
 # ml_collections loads the file by a method that Python will remove.
 @pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 @pytest.mark.parametrize(
@@ -123,13 +132,8 @@ def parsed(monkeypatch, *arguments):
 )
 @pytest.mark.parametrize("form", ["one word", "two words", "one dash", "file", "twice"])
 def test_a_flag_that_is_no_tuple_is_refused(tmp_path, monkeypatch, form, text):
-    file = tmp_path / "config.py"
-    file.write_text(
-        "import ml_collections\n"
-        "def get_config():\n"
-        "    values = {'model': {'hidden': (1, 2)}}\n"
-        "    return ml_collections.ConfigDict(values)\n"
-    )
+    values = "{'model': {'hidden': (1, 2)}}"
+    file = config_file(tmp_path, f"return ml_collections.ConfigDict({values})")
     words = {
         "one word": [f"--config.model.hidden={text}"],
         "two words": ["--config.model.hidden", text],
@@ -162,29 +166,21 @@ def test_a_flag_that_is_no_tuple_is_refused(tmp_path, monkeypatch, form, text):
 def test_a_flag_that_is_a_tuple_or_one_text_is_taken(
     tmp_path, monkeypatch, words, wanted
 ):
-    file = tmp_path / "config.py"
-    file.write_text(
-        "import ml_collections\n"
-        "def get_config():\n"
-        "    return ml_collections.ConfigDict({'hidden': (1, 2)})\n"
-    )
+    file = config_file(tmp_path, "return ml_collections.ConfigDict({'hidden': (1, 2)})")
     arguments = [f"--config.hidden={word}" for word in words]
     assert parsed(monkeypatch, f"--config={file}", *arguments).hidden == wanted
 
 
 @pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 def test_a_flag_gives_what_a_config_requires(tmp_path, monkeypatch):
-    file = tmp_path / "config.py"
-    file.write_text(
-        "import ml_collections\n"
-        "from ml_collections import config_dict\n"
-        "def get_config():\n"
-        "    config = ml_collections.ConfigDict({'inner': {}, 'steps': 1})\n"
-        "    config.need = config_dict.required_placeholder(int)\n"
-        "    config.inner.same = config.get_ref('need')\n"
-        "    config.inner.name = config_dict.required_placeholder(str)\n"
-        "    config.inner.sizes = config_dict.required_placeholder(tuple)\n"
-        "    return config\n"
+    file = config_file(
+        tmp_path,
+        "config = ml_collections.ConfigDict({'inner': {}, 'steps': 1})",
+        "config.need = config_dict.required_placeholder(int)",
+        "config.inner.same = config.get_ref('need')",
+        "config.inner.name = config_dict.required_placeholder(str)",
+        "config.inner.sizes = config_dict.required_placeholder(tuple)",
+        "return config",
     )
     need = ["--config.need=3"]
     inner = ["--config.inner.name", "a", "--config.inner.sizes=(1,)"]
@@ -210,16 +206,13 @@ def test_a_flag_gives_what_a_config_requires(tmp_path, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 def test_files_of_overrides_come_after_the_flags(tmp_path, monkeypatch):
-    file = tmp_path / "config.py"
-    file.write_text(
-        "import ml_collections\n"
-        "from ml_collections import config_dict\n"
-        "def get_config():\n"
-        "    inner = {'rate': 0.1, 'sizes': (1, 2), 'list': [1]}\n"
-        "    config = ml_collections.ConfigDict({'inner': inner, 'none': None})\n"
-        "    config.need = config_dict.required_placeholder(int)\n"
-        "    config.inner.same = config.get_ref('need')\n"
-        "    return config\n"
+    file = config_file(
+        tmp_path,
+        "inner = {'rate': 0.1, 'sizes': (1, 2), 'list': [1]}",
+        "config = ml_collections.ConfigDict({'inner': inner, 'none': None})",
+        "config.need = config_dict.required_placeholder(int)",
+        "config.inner.same = config.get_ref('need')",
+        "return config",
     )
     first = tmp_path / "first.json"
     second = tmp_path / "second.json"
